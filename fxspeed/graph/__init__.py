@@ -1,0 +1,1 @@
+"""The captured model: tracing, guards, node facts and regions."""

@@ -1,0 +1,42 @@
+"""A copy of the user's model whose tensors are fake: capture runs this one, so nothing of the user's can change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from fxspeed.errors import Untraceable
+
+
+class FakeClone:
+    """`module`: a deep copy of a model in which every tensor is fake, costing no memory for weights.
+
+    Attributes:
+        module: the copy.
+        tensor_paths: `id` of a fake parameter or buffer -> its path in the model.
+        module_paths: `id` of a copied module -> its path.
+        originals: `id` of a copied object -> the object it was copied from.
+    """
+
+    def __init__(self, model: nn.Module, fake_mode: FakeTensorMode):
+        memo: dict[int, Any] = {}
+        try:
+            with FakeCopyMode(fake_mode):
+                self.module: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise Untraceable(f"the model cannot be deep-copied: {type(error).__name__}: {error}") from error
+        alive = {id(original): original for original in memo.get(id(memo), [])}  # what deepcopy keeps alive
+        self.originals = {id(new): alive[old] for old, new in memo.items() if old in alive}
+        self.tensor_paths: dict[int, str] = {}
+        for path, tensor in [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]:
+            self.tensor_paths.setdefault(id(tensor), path)
+        self.module_paths: dict[int, str] = {}
+        for path, module in self.module.named_modules():
+            self.module_paths.setdefault(id(module), path)
+

@@ -1,0 +1,830 @@
+"""Tracing: run a model once on fake tensors and write down what it does as a torch.fx graph.
+
+The model's own forward runs, on a fake clone, under a `TorchFunctionMode` that sees every torch function called and
+makes one node of it. Python runs as Python: branches on sizes become guards (torch's ShapeEnv records them), loops
+unroll, helper libraries are seen through. Built-in modules of torch.nn stay single nodes; the user's are opened.
+
+What cannot be a node (a branch on a tensor's value, Python randomness, state kept in attributes) raises
+`Untraceable`; the smallest module around it then stays as the user wrote it, as one opaque node.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import inspect
+import operator
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import sympy
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from fxspeed.errors import Untraceable
+from fxspeed.graph import runtime, structure
+from fxspeed.graph.clone import FakeClone
+from fxspeed.graph.inputs import CONSTANTS, InputSpec, describe
+from fxspeed.graph.probe import Probe
+from fxspeed.graph.symbols import SYMS, Symbols
+
+_OPERATORS: dict[str, Callable] = {
+    f"__{prefix}{name}__": getattr(operator, prefix + (name + "_" if name in ("and", "or") else name))
+    for prefix in ("", "i")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+    if not (prefix == "i" and name in ("and", "or"))
+} | {
+    "__iand__": operator.iand,
+    "__ior__": operator.ior,
+    **{f"__{n}__": getattr(operator, n) for n in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs")},
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+}
+_REVERSED = {
+    f"__r{name[2:-2]}__": op
+    for name, op in _OPERATORS.items()
+    if name[2:-2] in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+}
+_READS = {"__float__": "float", "__int__": "int", "__index__": "int"}
+_REFUSED = {"backward", "register_hook", "retain_grad", "__bool__", "tolist", "numpy", "__array__", "data_ptr", "set_"}
+_LEAF_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_QUIET = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A module that stays as the user wrote it: its path, class, the reason, and the source line that gave it."""
+
+    path: str
+    kind: str
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass
+class Trace:
+    """One captured graph.
+
+    Attributes:
+        graph: the nodes. `meta["val"]` is the fake result, `meta["source"]` "file:line" in the user's code,
+            `meta["path"]` the module path, `meta["saved"]` the fake tensors autograd keeps for backward,
+            `meta["mutates"]` the nodes whose values the node writes into.
+        spec: the call it was captured from.
+        guard: `(args, kwargs) -> input tensors or None` for calls that do not match.
+        guard_source: the same, to read.
+        constants: attributes of the graph that are no parameters or buffers: tensors, and (after passes) regions.
+        leaves: modules that could not be opened.
+        flags: path -> training flag of the modules that were opened, with which the graph is right.
+        training: whether the root was in training mode.
+        autocast: the ambient autocast state it was captured under (see `runtime.ambient`).
+        specialized: sizes named in `dynamic` that turned out to be fixed, in words.
+    """
+
+    graph: fx.Graph
+    spec: InputSpec
+    guard: Callable[[tuple, dict], tuple | None]
+    guard_source: str
+    constants: dict[str, Any]
+    leaves: tuple[Leaf, ...]
+    flags: dict[str, bool]
+    training: bool
+    ambient: tuple
+    specialized: tuple[str, ...]
+    fake_mode: FakeTensorMode
+
+    def copy(self) -> Trace:
+        """The same with a graph and constants of its own."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, values := {}))
+        old, new = self.graph.output_node(), graph.output_node()
+        new.meta = dict(old.meta)
+        for node in graph.nodes:  # metadata points at nodes too
+            if "mutates" in node.meta:
+                node.meta["mutates"] = tuple(values[n] for n in node.meta["mutates"])
+        return dataclasses.replace(self, graph=graph, constants=dict(self.constants))
+
+
+def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[str | int, ...] = ("batch",)) -> Trace:
+    """Capture `model(*args, **kwargs)`, with the modes and training flags as they are now.
+
+    Neither the model, its buffers, the inputs nor any random state is changed. The inputs may be fake.
+
+    Raises:
+        Untraceable: the root module itself cannot be opened.
+    """
+    probe = Probe(model, args, kwargs, dynamic)
+    spaces: dict[int, set[str]] = {}
+    found: Trace | None = None
+    while True:
+        with preserved_rng():
+            tracer = _Tracer(model, args, kwargs, dynamic, probe, spaces)
+            try:
+                traced = tracer.run()
+            except _NeedsNumber as need:  # float(tensor) must return a float: try again with the name replaced
+                names = spaces.setdefault(id(need.namespace), set())
+                if need.name in names:
+                    raise Untraceable(f"{need.name}() of a tensor") from None
+                names.add(need.name)
+                continue
+        if found is not None:
+            better = len(traced.leaves) <= len(found.leaves) and len(traced.specialized) < len(found.specialized)
+            return traced if better else found
+        if not traced.specialized:
+            return traced
+        found = traced  # int() of a size fixes it: see whether the size can stay symbolic
+        for space in tracer.spaces():
+            spaces.setdefault(id(space), set()).update(_NUMBERS)
+
+
+class _NeedsNumber(BaseException):
+    """`float(t)` or `int(t)` was called on a traced tensor, from code with these globals."""
+
+    def __init__(self, namespace: dict[str, Any], name: str):
+        self.namespace, self.name = namespace, name
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, record: Callable):
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.record(func, args, kwargs or {})
+
+
+class _Tracer:
+    def __init__(self, model, args, kwargs, dynamic, probe, numbers):
+        self.model, self.args, self.kwargs, self.dynamic, self.probe = model, args, kwargs, dynamic, probe
+        self.numbers = numbers  # id of a module's globals -> builtins to replace there
+        self.graph = fx.Graph()
+        self.symbols = Symbols(self.graph)
+        self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.clone = FakeClone(model, self.fake_mode)
+        self.nodes: dict[int, fx.Node] = {}  # id of a tensor -> the node that made it
+        self.alive: list[Any] = []  # so that ids stay unique
+        self.constants: dict[str, Any] = {}
+        self.leaves: list[Leaf] = []
+        self.flags: dict[str, bool] = {}
+        self.scope: list[str] = []
+        self.calls: dict[str, int] = {}
+        self.saved: list[torch.Tensor] = []
+        self.paused = 0
+        self.reads_requires_grad = False
+
+    # ------------------------------------------------------------------ the run
+    def run(self) -> Trace:
+        self.spec = describe(self.model.forward, self.args, self.kwargs)
+        fakes = [self._input(leaf) for leaf in self.spec.tensors]
+        args, kwargs = structure.replace_tensors((self.args, dict(self.kwargs)), iter(fakes))
+        before = structure.outline((args, kwargs))
+        root = self.clone.module
+        ambient = runtime.ambient()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+            stack.enter_context(self.fake_mode)
+            stack.enter_context(enable_python_dispatcher())  # operators written in C++ would fix symbolic sizes
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda _: None))
+            stack.enter_context(self._patched())
+            stack.enter_context(_Recorder(self.record))
+            try:
+                output = self._open(root, "", nn.Module.__dict__["_fxspeed_call"], args, kwargs, hooks=False)
+            except (Untraceable, _NeedsNumber):
+                raise
+            except Exception as error:
+                raise Untraceable(f"{_reason(error)}") from error
+            if structure.outline((args, kwargs)) != before:
+                raise Untraceable("forward changes the containers it is given")
+            self.paused += 1
+            result = structure.encode(output, self.arg, self.graph, self.clone.originals)
+        self.graph.output(result)
+        for node in reversed(list(self.graph.nodes)):  # sizes and items that nobody used
+            if not node.users and node.op != "placeholder" and not is_kept(node):
+                self.graph.erase_node(node)
+        guard, source, specialized = self._guard()
+        return Trace(
+            self.graph, self.spec, guard, source, self.constants, tuple(self.leaves), self.flags,
+            root.training, ambient, specialized, self.fake_mode,
+        )  # fmt: skip
+
+    def _input(self, leaf) -> torch.Tensor:
+        value = leaf.value
+        dims = leaf.dynamic_dims(self.dynamic)
+        kinds = [DimDynamic.DUCK if d in dims else DimDynamic.STATIC for d in range(value.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))
+        fake = self.fake_mode.from_tensor(value.detach(), source=ConstantSource(leaf.name), symbolic_context=context)
+        fake.requires_grad_(leaf.value.requires_grad)
+        node = self.graph.placeholder(leaf.name)
+        self._fact(node, fake)
+        self._know(fake, node)
+        return fake
+
+    def _guard(self):
+        shapes: list[tuple] = []
+        fixed: list[str] = []
+        for leaf, node in zip(self.spec.tensors, [n for n in self.graph.nodes if n.op == "placeholder"], strict=True):
+            sizes: list[Any] = []
+            dims = leaf.dynamic_dims(self.dynamic)
+            for d, size in enumerate(node.meta["val"].shape):
+                expr = self.shape_env.simplify(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+                sizes.append(int(expr) if expr.is_number else expr)
+                if d in dims and expr.is_number:
+                    fixed.append(f"dimension {d} of {leaf.name} is fixed to {expr}")
+            shapes.append(tuple(sizes))
+        symbols = {s for sizes in shapes for e in sizes if isinstance(e, sympy.Expr) for s in e.free_symbols}
+        relations = []
+        for guard in self.shape_env.guards:
+            expr = self.shape_env.simplify(guard.expr)
+            if expr in (sympy.true, True) or not expr.free_symbols <= symbols:
+                continue
+            relations.append(expr)
+        for symbol in sorted(symbols, key=str):
+            bounds = self.shape_env.var_to_range[symbol]
+            relations.append(symbol >= max(int(bounds.lower), 2))  # sizes 0 and 1 broadcast: they are never symbolic
+        guard, source = self.spec.guard(shapes, dict.fromkeys(relations), self.reads_requires_grad)
+        return guard, source, tuple(fixed)
+
+    # ------------------------------------------------------------------ modules
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Everything outside the dispatcher that tracing must see, replaced for the time of the trace."""
+        original = nn.Module.__call__
+        tracer = self
+
+        def call(module, *args, **kwargs):
+            if tracer.paused or id(module) not in tracer.clone.module_paths:
+                return original(module, *args, **kwargs)
+            return tracer.module(module, original, args, kwargs)
+
+        def apply(cls, *args, **kwargs):
+            if tracer.paused:
+                return original_apply(cls, *args, **kwargs)
+            return tracer.record(runtime.function_apply(cls), args, kwargs)
+
+        def checkpointed(*args, **kwargs):
+            raise Untraceable("torch.utils.checkpoint inside the model")
+
+        def inference_enter(context):
+            tracer.paused or tracer.node(runtime.enter_inference_mode, (context.mode,))
+            return original_enter(context)
+
+        def inference_exit(context, *exc):
+            original_exit(context, *exc)
+            tracer.paused or tracer.node(runtime.exit_inference_mode, ())
+
+        def grad_enabled():
+            if not tracer.paused and not sys._getframe(1).f_code.co_filename.startswith(_QUIET[0]):
+                tracer.reads_requires_grad = True
+            return torch._C.is_grad_enabled()
+
+        def autocast_enter(context):
+            if not tracer.paused:
+                tracer.node(
+                    runtime.enter_autocast,
+                    (context.device, context.fast_dtype, context._enabled, context._cache_enabled),
+                )
+            return original_autocast_enter(context)
+
+        def autocast_exit(context, *exc):
+            if not tracer.paused:
+                tracer.node(runtime.exit_autocast, ())
+            return original_autocast_exit(context, *exc)
+
+        original_autocast_enter, original_autocast_exit = torch.autocast.__enter__, torch.autocast.__exit__
+        inference = torch.autograd.grad_mode.inference_mode
+        original_apply = torch.autograd.Function.__dict__["apply"].__func__
+        original_enter, original_exit = inference.__enter__, inference.__exit__
+        import torch.utils.checkpoint as checkpoint
+
+        with contextlib.ExitStack() as stack:
+            patch = lambda *a: stack.enter_context(_replaced(*a))  # noqa: E731
+            patch(nn.Module, "_fxspeed_call", original)
+            patch(nn.Module, "__call__", call)
+            patch(torch.autograd.Function, "apply", classmethod(apply))
+            patch(checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
+            patch(inference, "__enter__", inference_enter)
+            patch(inference, "__exit__", inference_exit)
+            patch(torch.autocast, "__enter__", autocast_enter)
+            patch(torch.autocast, "__exit__", autocast_exit)
+            patch(torch, "is_grad_enabled", grad_enabled)
+            for space in self.spaces():
+                stack.enter_context(_named(space, "len", _traced_len))
+                for name in self.numbers.get(id(space), ()):
+                    stack.enter_context(_named(space, name, _NUMBERS[name]))
+            yield
+
+    def spaces(self) -> list[dict[str, Any]]:
+        """The globals of the Python files that the user's modules come from."""
+        modules = {type(m).__module__ for m in self.clone.module.modules() if not type(m).__module__.startswith("torch.")}
+        spaces = {id(vars(sys.modules[name])): vars(sys.modules[name]) for name in modules if name in sys.modules}
+        spaces.update((id(s), s) for m in self.clone.module.modules() if (s := _globals(m)) is not None)
+        return list(spaces.values())
+
+    def module(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
+        path = self.clone.module_paths[id(module)]
+        count = self.calls[path] = self.calls.get(path, -1) + 1
+        last = next(reversed(self.graph.nodes), None)
+        known = dict(self.nodes)
+        try:
+            if is_leaf(module):
+                return self.leaf(module, path, original, args, kwargs)
+            if any(getattr(module, hooks) for hooks in _HOOKS):
+                raise Untraceable("it has hooks")
+            return self._open(module, path, original, args, kwargs)
+        except Exception as error:
+            self._erase_after(last, known)
+            return self.opaque(module, path, count, args, kwargs, error)
+
+    def _open(self, module, path, original, args, kwargs, hooks=True) -> Any:
+        """Run a module's forward with its parts recorded one by one."""
+        state, draws = _own_state(module), _random_state()
+        depth = len(self.scope)
+        self.scope.append(path)
+        self.flags[path] = module.training
+        paused = self.paused
+        try:
+            output = original(module, *args, **kwargs) if hooks else module.forward(*args, **kwargs)
+        finally:
+            self.paused = paused
+            del self.scope[depth:]
+            changed = _own_state(module) != state
+            if changed:
+                _restore(module, state)
+            drew = not _same_random_state(draws)
+            _set_random_state(draws)
+        if changed:
+            raise Untraceable("its forward changes its own attributes")
+        if drew:
+            raise Untraceable("its forward draws Python or NumPy random numbers")
+        return output
+
+    def leaf(self, module, path, original, args, kwargs) -> Any:
+        """A built-in module: one node."""
+        inputs = (self.arg(args), self.arg(kwargs))
+        watched = [*self._tensors((args, kwargs)), *(b for b in module.buffers())]
+        versions = [t._version for t in watched]
+        mark = len(self.saved)
+        with self._pause():
+            output = original(module, *args, **kwargs)
+        node = self.graph.create_node("call_module", path, *inputs)
+        self._facts(node, output, mark, [t for t, v in zip(watched, versions, strict=True) if t._version != v])
+        node.meta["path"] = path
+        return self._results(node, output, watched)
+
+    def opaque(self, module, path, count, args, kwargs, error: Exception) -> Any:
+        """A module that cannot be opened: one node that runs it as it is, its results known from a real run."""
+        if isinstance(error, Untraceable) and error.args[0] == _UNKNOWN:
+            raise error
+        outputs = self.probe.outputs(path, count)
+        inputs = (self.arg(args), self.arg(kwargs))
+        node = self.graph.create_node("call_module", path, *inputs)
+        node.meta["opaque"] = True
+        with self._pause():
+            output = self._from_probe(outputs, node)
+        self._facts(node, output, len(self.saved), [])
+        node.meta["path"] = path
+        leaf = Leaf(path, type(module).__name__, _reason(error), _source_of(error) or node.meta["source"])
+        if leaf not in self.leaves:
+            self.leaves.append(leaf)
+        return self._results(node, output, [], checked=True)
+
+    def _from_probe(self, outputs, node):
+        symbols = {
+            s.node.expr: s
+            for n in self.graph.nodes
+            if n.op == "placeholder"
+            for d, s in enumerate(n.meta["val"].shape)
+            if isinstance(s, torch.SymInt) and isinstance(s.node.expr, sympy.Symbol)
+        }
+        batch = next(iter(symbols.values()), None)
+        if len(symbols) > 1:
+            batch = next(
+                (n.meta["val"].shape[0] for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim()), None
+            )
+        return structure.map_tensors(outputs, lambda fact: fact.fake(self.fake_mode, batch))
+
+    # ------------------------------------------------------------------ functions
+    def record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.paused:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _READS and args and isinstance(args[0], torch.Tensor):
+            frame = _user_frame()
+            if self._constant_value(args[0]) is None and frame is not None:
+                raise _NeedsNumber(frame.f_globals, _READS[name])
+        if name in _REFUSED and args and isinstance(args[0], torch.Tensor) and id(args[0]) in self.nodes:
+            raise Untraceable(f"Tensor.{name}() needs the tensor's value or changes what autograd sees")
+        if name == "__set__":
+            raise Untraceable("an attribute of a tensor is assigned")
+        if name == "__get__":
+            return self._attribute(func, args)
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        if name == "__len__":
+            with self._pause():
+                return func(*args, **kwargs)
+        if func in runtime.MODE_SWITCHES:
+            with self._pause():
+                func(*args)
+            return self.node(func, args)
+        watched = list(self._tensors((args, kwargs)))
+        with self._pause():
+            versions = [t._version if not t.is_inference() else 0 for t in watched]
+            mark = len(self.saved)
+            output = func(*args, **kwargs)
+            written = [
+                t for t, v in zip(watched, versions, strict=True) if not t.is_inference() and t._version != v
+            ]
+        if not written and not _has_nodes(output):
+            return output
+        if all(self._constant_value(t) is not None for t in watched) and watched and isinstance(output, (int, float, bool)):
+            return output
+        op, target, args, kwargs = _call(func, args, kwargs)
+        node = self.graph.create_node(op, target, self.arg(args), self.arg(kwargs))
+        self._facts(node, output, mark, written)
+        return self._results(node, output, watched)
+
+    def node(self, func: Callable, args: tuple) -> fx.Node:
+        node = self.graph.create_node("call_function", func, args, {})
+        self._facts(node, None, len(self.saved), [])
+        return node
+
+    def _attribute(self, func, args) -> Any:
+        """`x.T`, `x.grad_fn`, `x.shape`: a node where the result is a tensor."""
+        prop = func.__self__
+        name = getattr(prop, "__name__", None) or prop.fget.__name__
+        with self._pause():
+            value = func(*args)
+        if name in ("requires_grad", "is_leaf", "grad_fn"):
+            self.reads_requires_grad = True
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name in ("grad", "_grad", "_base"):
+            raise Untraceable(f"Tensor.{name} is read")
+        node = self.graph.create_node("call_function", getattr, (self.arg(args[0]), name), {})
+        self._facts(node, value, len(self.saved), [])
+        return self._results(node, value, [args[0]])
+
+    # ------------------------------------------------------------------ values and nodes
+    def arg(self, value: Any) -> Any:
+        """`value` as an argument of a node."""
+        if isinstance(value, torch.Tensor):
+            return self._node_of(value)
+        if isinstance(value, SYMS):
+            return self.symbols.node(value)
+        if isinstance(value, CONSTANTS) or value is Ellipsis or isinstance(value, torch.memory_format):
+            return value
+        if isinstance(value, torch.Size):
+            return tuple(map(self.arg, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.arg, value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.arg, value)) if type(value) in (tuple, list) else tuple(map(self.arg, value))
+        if isinstance(value, dict):
+            return {k: self.arg(v) for k, v in value.items()}
+        if isinstance(value, slice):
+            return slice(self.arg(value.start), self.arg(value.stop), self.arg(value.step))
+        if isinstance(value, numpy.generic):
+            return value.item()
+        if value in _NUMBER_TYPES:
+            return _NUMBER_TYPES[value]
+        raise Untraceable(f"an argument of type {type(value).__name__}")
+
+    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
+        if (node := self.nodes.get(id(tensor))) is not None:
+            return node
+        with self._pause():
+            if (path := self.clone.tensor_paths.get(id(tensor))) is not None:
+                node = self.graph.create_node("get_attr", path)
+            elif (original := self.clone.originals.get(id(tensor), None if isinstance(tensor, FakeTensor) else tensor)) is not None:
+                path = f"_tensor_{len(self.constants)}"
+                self.constants[path] = original
+                node = self.graph.create_node("get_attr", path)
+            else:
+                raise Untraceable(_UNKNOWN)
+            self._fact(node, tensor)
+            self._know(tensor, node)
+        return node
+
+    def _results(self, node: fx.Node, output: Any, watched: list, checked: bool = False) -> Any:
+        """Connect what a node returned with the node. Returns what the traced code gets."""
+        if isinstance(output, torch.Tensor):
+            if any(output is t for t in watched) and not node.meta.get("mutates"):
+                with self._pause():
+                    output = output.view_as(output)  # a no-op here, perhaps not for other inputs: keep the two apart
+                    node.meta["val"] = output
+            if checked:
+                sizes = tuple(self.arg(s) for s in output.shape)
+                node = self.graph.create_node("call_function", runtime.expect_shape, (node, sizes), {})
+                self._facts(node, output, len(self.saved), [])
+            self._know(output, node)
+            return output
+        if isinstance(output, SYMS):
+            self.symbols.bind(output, node)
+            return output
+        if isinstance(output, (tuple, list, dict)):
+            items = output.items() if isinstance(output, dict) else enumerate(output)
+            made = {}
+            for key, item in items:
+                if _has_nodes(item):
+                    part = self.graph.create_node("call_function", operator.getitem, (node, key), {})
+                    self._facts(part, item, len(self.saved), [])
+                    item = self._results(part, item, watched, checked)
+                made[key] = item
+            if isinstance(output, dict):
+                return type(output)(made)
+            if hasattr(output, "_fields"):
+                return type(output)(*made.values())
+            return type(output)(made.values())
+        return output
+
+    def _know(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self.nodes[id(tensor)] = node
+        self.alive.append(tensor)
+        self.symbols.found(node, tensor)
+
+    def _tensors(self, tree: Any) -> Iterator[torch.Tensor]:
+        if isinstance(tree, torch.Tensor):
+            yield tree
+        elif isinstance(tree, (tuple, list)):
+            for item in tree:
+                yield from self._tensors(item)
+        elif isinstance(tree, dict):
+            yield from self._tensors(list(tree.values()))
+
+    def _constant_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else None
+
+    def _facts(self, node: fx.Node, value: Any, mark: int, written: list[torch.Tensor]) -> None:
+        self._fact(node, value)
+        node.meta["saved"] = tuple(self.saved[mark:])
+        if written:
+            node.meta["mutates"] = tuple(self._node_of(t) for t in written if id(t) in self.nodes)
+            node.meta["writes"] = True
+
+    def _fact(self, node: fx.Node, value: Any) -> None:
+        node.meta["val"] = value
+        node.meta["path"] = self.scope[-1] if self.scope else ""
+        frame = _user_frame()
+        node.meta["source"] = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        self.saved.append(tensor)
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    def _erase_after(self, last: fx.Node | None, known: dict[int, fx.Node]) -> None:
+        erased: set[fx.Node] = set()
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                break
+            if node.op == "placeholder":
+                continue
+            self.graph.erase_node(node)
+            erased.add(node)
+        self.nodes = {i: n for i, n in known.items() if n not in erased}
+        self.symbols.forget(erased)
+
+
+# ---------------------------------------------------------------------- small helpers
+_UNKNOWN = "a tensor was made by code that tracing cannot see (a compiled or scripted function)"
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module becomes one node: torch.nn's own, and those with a parametrization on top."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        kind = kind.__bases__[0]
+    return kind.__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, _LEAF_CONTAINERS)
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a node must stay although nothing uses its result."""
+    if node.op in ("placeholder", "output") or node.meta.get("writes") or node.meta.get("opaque"):
+        return True
+    if node.op == "call_function" and (node.target in runtime.SIDE_EFFECTS or isinstance(node.target, runtime.FunctionApply)):
+        return True
+    return node.op == "call_module" or _draws_random(node)
+
+
+def _draws_random(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return any(word in name for word in ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "poisson", "rrelu", "exponential", "geometric", "cauchy", "scaled_dot", "multi_head"))  # fmt: skip # noqa: E501
+
+
+def _call(func: Callable, args: tuple, kwargs: dict) -> tuple[str, Any, tuple, dict]:
+    """How a torch function is written in a graph: operator, method or function."""
+    name = getattr(func, "__name__", "")
+    method = getattr(torch.Tensor, name, None) is func or getattr(torch._C.TensorBase, name, None) is func
+    if name in _OPERATORS and not kwargs:
+        return "call_function", _OPERATORS[name], args, kwargs
+    if name in _REVERSED and len(args) == 2:
+        return "call_function", _REVERSED[name], args[::-1], kwargs
+    if method and args:
+        return "call_method", name, args, kwargs
+    return "call_function", func, args, kwargs
+
+
+def _has_nodes(value: Any) -> bool:
+    """Whether `value` holds something that only a node can make: tensors, numbers read from tensors."""
+    if isinstance(value, torch.Size):
+        return False
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, SYMS):
+        expr = value.node.expr
+        return isinstance(expr, sympy.Symbol) and value.node.shape_env is not None and _is_unbacked(value)
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_nodes, value))
+    if isinstance(value, dict):
+        return any(map(_has_nodes, value.values()))
+    return False
+
+
+def _is_unbacked(value: Any) -> bool:
+    return not value.node.has_hint()
+
+
+def _user_frame() -> types.FrameType | None:
+    """The innermost frame of code that belongs neither to torch nor to fxspeed."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_QUIET) or frame.f_code.co_filename.startswith("<")
+        or "contextlib" in frame.f_code.co_filename
+    ):  # fmt: skip
+        frame = frame.f_back
+    return frame
+
+
+def _globals(module: nn.Module) -> dict[str, Any] | None:
+    """The globals of a user module's forward, behind whatever decorates it."""
+    forward = inspect.unwrap(type(module).forward)
+    space = getattr(forward, "__globals__", None)
+    return space if space is not None and not str(space.get("__name__", "")).startswith("torch.") else None
+
+
+def _source_of(error: BaseException) -> str:
+    found, tb = "", error.__traceback__
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if not file.startswith((*_QUIET, "<")) and "contextlib" not in file:
+            found = f"{file}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "data-dependent" in text.lower() or type(error).__name__ == "GuardOnDataDependentSymNode":
+        return "Python branches on a tensor's value"
+    return text if isinstance(error, Untraceable) else f"{type(error).__name__}: {text}"
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module by identity, containers one level deep."""
+    seen: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, dict):
+            seen[name] = _Same(value, tuple((k, id(v)) for k, v in value.items()))
+        elif isinstance(value, (list, set)):
+            seen[name] = _Same(value, tuple(map(id, value)))
+        else:
+            seen[name] = _Same(value, None)
+    return seen
+
+
+class _Same:
+    """Equal only to the same object with the same contents (plain numbers and strings: to an equal one)."""
+
+    def __init__(self, value: Any, contents: tuple | None):
+        self.value, self.contents = value, contents
+        self.copy = value.copy() if contents is not None else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        same = self.value is other.value
+        if not same and isinstance(self.value, (int, float, str)):
+            same = type(self.value) is type(other.value) and self.value == other.value
+        return same and self.contents == other.contents
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    attributes = vars(module)
+    for name in list(attributes):
+        if name not in state:
+            del attributes[name]
+    for name, same in state.items():
+        attributes[name] = same.value
+        if isinstance(same.value, dict):
+            same.value.clear(), same.value.update(same.copy)
+        elif isinstance(same.value, list):
+            same.value[:] = same.copy
+        elif isinstance(same.value, set):
+            same.value.clear(), same.value.update(same.copy)
+
+
+def _random_state() -> tuple:
+    return random.getstate(), numpy.random.get_state(legacy=False)
+
+
+def _same_random_state(state: tuple) -> bool:
+    now = _random_state()
+    return (
+        now[0] == state[0]
+        and now[1]["state"]["pos"] == state[1]["state"]["pos"]
+        and (now[1]["state"]["key"] == state[1]["state"]["key"]).all()
+    )
+
+
+def _set_random_state(state: tuple) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Python's, NumPy's and torch's random state are the same after as before."""
+    state = _random_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        try:
+            yield
+        finally:
+            _set_random_state(state)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is missing else setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _named(space: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    if name in space:
+        yield
+        return
+    space[name] = value
+    try:
+        yield
+    finally:
+        del space[name]
+
+
+def _traced_len(value: Any) -> Any:
+    """`len` that keeps the size of a tensor symbolic."""
+    return value.shape[0] if isinstance(value, FakeTensor) and value.dim() else builtins.len(value)
+
+
+class _NumberMeta(type):
+    def __call__(cls, *args):
+        value = args[0] if args else 0
+        if isinstance(value, FakeTensor):
+            value = value.item()
+            args = (value,)
+        if isinstance(value, SYMS):
+            if cls.base is float:
+                return value if isinstance(value, torch.SymFloat) else torch.sym_float(value)
+            return torch.sym_int(value) if isinstance(value, torch.SymFloat) else value
+        return cls.base(*args)
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, cls.base)
+
+
+class _Float(metaclass=_NumberMeta):
+    base = float
+
+
+class _Int(metaclass=_NumberMeta):
+    base = int
+
+
+_NUMBERS = {"float": _Float, "int": _Int}
+_NUMBER_TYPES: dict[Any, type] = {_Float: float, _Int: int}
