@@ -56,8 +56,7 @@ class Symbols:
         made = sympy_interp(PythonReferenceAnalysis, env, expr)
         if not isinstance(made, fx.Proxy):
             return made
-        if isinstance(value, torch.SymInt):
-            made.node.meta.setdefault("val", value)
+        made.node.meta.setdefault("val", value)
         self.nodes[expr] = made.node
         return made.node
 

@@ -1,0 +1,1 @@
+"""What a graph costs: memory of a whole step, floating-point operations."""

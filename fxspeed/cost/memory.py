@@ -1,0 +1,143 @@
+"""The memory of a training step: how many bytes are alive at each moment of a forward and a backward.
+
+The step is not modelled but run, on fake tensors: autograd, views, in-place writes and recomputation do what they
+do in a real step, only nothing is computed and nothing allocated. A dispatch mode watches every storage be made and
+released. Memory that operators take and give back inside themselves (workspaces) is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxspeed.graph.clone import FakeClone
+from fxspeed.graph.regions import bind, bytes_of
+from fxspeed.graph.structure import tensors_in
+from fxspeed.graph.trace import Trace, preserved_rng
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Bytes alive above the level at the start, after each allocation and release of a step.
+
+    Attributes:
+        live: bytes, in order of events.
+        peak: the largest of them.
+        held: bytes alive between forward and backward.
+        flops: matrix products and convolutions of the whole step, forward, recomputation and backward.
+    """
+
+    live: tuple[int, ...]
+    peak: int
+    held: int
+    flops: int
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.events = 0, [0]
+        self.known: dict[int, int] = {}
+
+    def known_before(self, tensors: Any) -> None:
+        for tensor in tensors:
+            self.known[tensor.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor):
+                self.see(value)
+        return output
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        size = _rounded(storage.nbytes())
+        self.known[key] = size
+        self._change(size)
+        weakref.finalize(storage, self._released, key).atexit = False
+
+    def _released(self, key: int) -> None:
+        self._change(-self.known.pop(key, 0))
+
+    def _change(self, size: int) -> None:
+        if size:
+            self.live += size
+            self.events.append(self.live)
+
+
+def _rounded(size: Any) -> int:
+    """A storage's bytes as the CPU allocator counts them."""
+    return int(size)
+
+
+def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timeline:
+    """The memory of one forward and backward of a captured graph, gradients of parameters allocated before.
+
+    Args:
+        trace: a training graph; sizes as in the call it was captured from.
+        root: the module it runs on. Not touched.
+        plain: run regions as the plain nodes they hold.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with preserved_rng(), contextlib.ExitStack() as stack:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        clone = FakeClone(root, mode).module
+        inputs = [mode.from_tensor(t.value.detach(), static_shapes=True) for t in trace.spec.tensors]
+        for fake, leaf in zip(inputs, trace.spec.tensors, strict=True):
+            fake.requires_grad_(leaf.value.requires_grad)
+        module = bind(trace.graph, trace.constants, clone, plain)
+        counter = FlopCounterMode(display=False)
+        stack.enter_context(mode)
+        for parameter in clone.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        watch = _Watch()
+        gradients = [p.grad for p in clone.parameters() if p.grad is not None]
+        watch.known_before([*clone.parameters(), *clone.buffers(), *inputs, *gradients])
+        stack.enter_context(counter)
+        stack.enter_context(watch)
+        stack.enter_context(torch.enable_grad())
+        output = module.forward(*inputs)
+        loss = [t.sum() for t in tensors_in(output) if t.requires_grad]
+        held = watch.live
+        if loss:
+            total = loss[0]
+            for term in loss[1:]:
+                total = total + term
+            del loss, output
+            total.backward()
+        return Timeline(tuple(watch.events), max(watch.events), held, counter.get_total_flops())
+
+
+def largest(trace: Trace, count: int = 10) -> list[tuple[int, str, str]]:
+    """The `count` largest tensors that autograd keeps: (bytes, "module path: node", "file:line")."""
+    found: dict[int, tuple[int, str, str]] = {}
+    owner = {id(t): n for n in trace.graph.nodes for t in [n.meta.get("val")] if isinstance(t, torch.Tensor)}
+    storages = {t.untyped_storage()._cdata: n for t, n in ((n.meta["val"], n) for n in owner.values())}
+    for node in trace.graph.nodes:
+        for tensor in node.meta.get("saved", ()):
+            key = tensor.untyped_storage()._cdata
+            at = storages.get(key, node)
+            if at.op not in ("get_attr", "placeholder"):
+                label = f"{at.meta.get('path') or 'the model'}: {at.name}"
+                found[key] = (bytes_of(tensor), label, at.meta.get("source", ""))
+    return sorted(found.values(), reverse=True)[:count]
+
+
+def saved_bytes(nodes: Iterator[fx.Node] | list[fx.Node]) -> int:
+    """Bytes that autograd keeps for these nodes, each storage once."""
+    return sum({t.untyped_storage()._cdata: bytes_of(t) for n in nodes for t in n.meta.get("saved", ())}.values())

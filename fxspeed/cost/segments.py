@@ -1,0 +1,255 @@
+"""A quick model of a step's memory when stretches of the graph are recomputed in backward, for searching plans.
+
+`StepModel.peak` walks the nodes once forward and once backward with the lifetimes that capture found out: what each
+node makes, what autograd keeps for it, when each tensor is last read. `fxspeed.cost.memory.step_timeline` then runs
+the chosen plan for the exact figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from fxspeed.cost.flops import node_flops
+from fxspeed.graph import runtime
+from fxspeed.graph.ops import name_of
+from fxspeed.graph.regions import bytes_of
+from fxspeed.graph.trace import Trace
+
+Segment = tuple[int, int]  # nodes [start, stop) of StepModel.nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Predicted peak in bytes above the start, and the FLOPs that recomputation adds."""
+
+    peak: int
+    extra_flops: int
+
+
+class StepModel:
+    """Lifetimes of a training graph's tensors. `nodes` are those that compute something, in order."""
+
+    def __init__(self, trace: Trace, root: nn.Module):
+        graph = trace.graph
+        self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+        self.flops = [node_flops(n, root) for n in self.nodes]
+        index = {n: i for i, n in enumerate(self.nodes)}
+        fixed = {
+            t.untyped_storage()._cdata
+            for n in graph.nodes
+            if n.op in ("placeholder", "get_attr")
+            for t in _tensors(n.meta.get("val"))
+        } | {p for p in _parameter_storages(graph)}
+        self.size: dict[int, int] = {}
+        self.maker: dict[int, int] = {}
+        self.last_read: dict[int, int] = {}
+        self.reads: list[set[int]] = []
+        self.makes: list[list[int]] = [[] for _ in self.nodes]
+        self.saves: list[set[int]] = []
+        self.needs_grad: set[int] = set()
+        for i, node in enumerate(self.nodes):
+            for tensor in _tensors(node.meta.get("val")):
+                key = tensor.untyped_storage()._cdata
+                if key not in fixed and key not in self.maker:
+                    self.maker[key], self.size[key] = i, bytes_of(tensor)
+                    self.makes[i].append(key)
+                if tensor.requires_grad:
+                    self.needs_grad.add(key)
+            reads = {t.untyped_storage()._cdata for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))} - fixed
+            self.reads.append(reads)
+            for key in reads:
+                self.last_read[key] = i
+            kept = set()
+            for tensor in node.meta.get("saved", ()):
+                key = tensor.untyped_storage()._cdata
+                if key in fixed or (key not in self.maker and _is_parameter(tensor)):
+                    continue
+                kept.add(key)
+                if key not in self.maker:
+                    self.maker[key], self.size[key] = i, bytes_of(tensor)
+                    self.makes[i].append(key)
+            self.saves.append(kept)
+        for node in graph.output_node().all_input_nodes:
+            for tensor in _tensors(node.meta.get("val")):
+                self.last_read[tensor.untyped_storage()._cdata] = len(self.nodes)
+        self.written: dict[int, list[int]] = defaultdict(list)
+        for i, node in enumerate(self.nodes):
+            for target in node.meta.get("mutates", ()):
+                if target.op == "get_attr" or target not in index and target.op != "placeholder":
+                    continue
+                for tensor in _tensors(target.meta.get("val")):
+                    self.written[tensor.untyped_storage()._cdata].append(i)
+        self._closed = [self._closes(n) for n in self.nodes]
+
+    @staticmethod
+    def _closes(node: fx.Node) -> bool:
+        """Whether a node may be part of no region."""
+        return bool(node.meta.get("opaque")) or (
+            node.op == "call_function" and (node.target in runtime.SIDE_EFFECTS or name_of(node) == "set_grad_enabled")
+        ) or node.meta.get("constructs", False)  # fmt: skip
+
+    def valid(self, segment: Segment) -> bool:
+        """Whether running the nodes again gives the same values: nothing they read or write changes in between."""
+        start, stop = segment
+        if any(self._closed[start:stop]):
+            return False
+        for i in range(start, stop):
+            for key in self.reads[i]:
+                if self.maker.get(key, -1) < start and any(w >= start for w in self.written.get(key, ())):
+                    return False
+        for key, writes in self.written.items():
+            if any(start <= w < stop for w in writes) and not start <= self.maker.get(key, -1) < stop:
+                return False
+        return True
+
+    def pieces(self, segment: Segment) -> list[Segment]:
+        """The longest valid stretches of a segment."""
+        start, stop = segment
+        if start >= stop:
+            return []
+        if self.valid(segment):
+            return [segment]
+        found, at = [], start
+        while at < stop:
+            end = at
+            while end < stop and self.valid((at, end + 1)):
+                end += 1
+            if end > at:
+                found.append((at, end))
+            at = max(end, at + 1)
+        return found
+
+    def crossing(self) -> list[int]:
+        """For each position, the bytes made before it and read behind it."""
+        delta = [0] * (len(self.nodes) + 2)
+        for key, made in self.maker.items():
+            last = self.last_read.get(key, made)
+            if last > made:
+                delta[made + 1] += self.size[key]
+                delta[last + 1] -= self.size[key]
+        total, sums = 0, []
+        for d in delta[:-1]:
+            total += d
+            sums.append(total)
+        return sums
+
+    def work(self, segment: Segment) -> int:
+        """FLOPs of running a segment again, up to the last tensor that is needed."""
+        start, stop = segment
+        needed = stop
+        while needed > start and not any(
+            self.maker.get(k, -1) == needed - 1 for i in range(needed - 1, stop) for k in self.saves[i]
+        ):
+            needed -= 1
+        return sum(self.flops[start:needed])
+
+    def peak(self, segments: list[Segment]) -> Estimate:
+        """The peak of a step in which each of `segments` (disjoint, in order) is recomputed in backward."""
+        n = len(self.nodes)
+        inside = [-1] * n
+        for s, (start, stop) in enumerate(segments):
+            inside[start:stop] = [s] * (stop - start)
+        holders: dict[int, int] = defaultdict(int)  # storage -> units of backward that still need it
+        kept_by: list[set[int]] = []
+        inputs: list[set[int]] = [set() for _ in segments]
+        for i in range(n):
+            s = inside[i]
+            if s < 0:
+                kept_by.append(self.saves[i])
+                for key in self.saves[i]:
+                    holders[key] += 1
+            else:
+                kept_by.append(set())
+                start = segments[s][0]
+                inputs[s] |= {k for k in self.reads[i] if self.maker.get(k, -1) < start}
+        for keys in inputs:
+            for key in keys:
+                holders[key] += 1
+        dying: dict[int, list[int]] = defaultdict(list)
+        for key, made in self.maker.items():
+            dying[max(self.last_read.get(key, made), made)].append(key)
+        live = peak = 0
+        alive: set[int] = set()
+        for i in range(n):
+            for key in self.makes[i]:
+                alive.add(key)
+                live += self.size[key]
+            peak = max(peak, live)
+            for key in dying[i]:
+                if not holders.get(key) and key in alive:
+                    alive.discard(key)
+                    live -= self.size[key]
+        grads: dict[int, int] = {}
+        extra = 0
+
+        def release(keys: set[int]) -> None:
+            nonlocal live
+            for key in keys:
+                holders[key] -= 1
+                if holders[key] <= 0 and key in alive:
+                    alive.discard(key)
+                    live -= self.size[key]
+
+        i = n - 1
+        entered = -1
+        for key in list(alive):  # the model's outputs are dropped once the loss is made
+            if not holders.get(key):
+                alive.discard(key)
+                live -= self.size[key]
+        while i >= 0:
+            s = inside[i]
+            if s >= 0 and s != entered:
+                entered = s
+                start, stop = segments[s]
+                extra += self.work(segments[s])
+                made = transient = top = 0
+                for j in range(start, stop):  # run again: what autograd keeps stays, the rest passes
+                    for key in self.saves[j]:
+                        holders[key] += 1
+                    transient = sum(self.size[k] for k in self.makes[j])
+                    made += sum(self.size[k] for k in self.makes[j] if any(k in self.saves[u] for u in range(j, stop)))
+                    top = max(top, made + transient)
+                peak = max(peak, live + top)
+                for j in range(start, stop):
+                    for key in self.saves[j]:
+                        if key not in alive:
+                            alive.add(key)
+                            live += self.size[key]
+            for key in self.reads[i]:
+                if key in self.needs_grad and key not in grads:
+                    grads[key] = self.size.get(key, 0)
+                    live += grads[key]
+            for key in self.makes[i]:
+                if key in self.needs_grad and key not in grads:
+                    grads[key] = self.size[key]
+                    live += grads[key]
+            peak = max(peak, live)
+            for key in self.makes[i]:
+                live -= grads.pop(key, 0)
+            release(kept_by[i] if s < 0 else self.saves[i])
+            if s >= 0 and i == segments[s][0]:
+                release(inputs[s])
+            i -= 1
+        return Estimate(peak, extra)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)] if isinstance(value, (tuple, list, dict)) else []
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _parameter_storages(graph: fx.Graph) -> list[int]:
+    """Storages of parameters that modules keep for backward without a node of the graph naming them."""
+    return [
+        t.untyped_storage()._cdata for n in graph.nodes for t in n.meta.get("saved", ()) if _is_parameter(t)
+    ]

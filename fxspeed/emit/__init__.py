@@ -1,0 +1,1 @@
+"""What a person reads: graphs as Python, diffs, reports."""

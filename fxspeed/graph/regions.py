@@ -1,0 +1,156 @@
+"""Regions: convex sets of nodes moved into a graph of their own, and graphs bound to the modules they run on."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from fxspeed.graph.trace import Trace
+
+
+@dataclasses.dataclass(eq=False)
+class Region(abc.ABC):
+    """A part of a graph that runs in a way of its own (recomputed in backward, compiled, ...).
+
+    It stands in `Trace.constants` under the name that its `call_module` node targets.
+
+    Attributes:
+        graph: the nodes; placeholders are the region's inputs, the output is a tuple.
+        constants: what the graph reads beside the model's own parameters, buffers and modules.
+        note: one line for the reader of the printed graph.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Any]
+    note: str = ""
+
+    decorator: ClassVar[str] = ""
+
+    @abc.abstractmethod
+    def bind(self, root: nn.Module, body: Callable) -> Callable:
+        """The function that runs the region, given `body`, which runs its graph plainly on `root`."""
+
+
+def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, plain: bool = False) -> fx.GraphModule:
+    """A GraphModule that runs `graph` on the modules and tensors of `root`, which it shares and does not copy.
+
+    With `plain`, regions run as the nodes they are made of.
+    """
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    for name in ("_parameters", "_buffers", "_modules"):
+        module.__dict__[name] = root.__dict__[name]  # the same dictionaries: assignments to root are seen here
+    module.__dict__["training"] = root.training
+    for name, value in constants.items():
+        if isinstance(value, Region):
+            body = bind(value.graph, value.constants, root, plain)
+            value = body.forward if plain else value.bind(root, body.forward)
+        module.__dict__[name] = value
+    module.graph = graph
+    return module
+
+
+def live_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes outside `nodes` that they read, in the order of first use."""
+    inside = set(nodes)
+    return list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
+
+
+def live_outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes of `nodes` that others read."""
+    inside = set(nodes)
+    return [n for n in nodes if any(u not in inside for u in n.users)]
+
+
+def extract(trace: Trace, nodes: Sequence[fx.Node], name: str, make: Callable[[fx.Graph, dict], Region]) -> fx.Node:
+    """Move `nodes` (convex, in graph order) of `trace` into a region and call it where the last of them stood.
+
+    Every reader of the region's results must stand behind the last of `nodes`. Returns the call.
+    """
+    inputs = [n for n in live_inputs(nodes) if n.op != "get_attr"]
+    attributes = [n for n in live_inputs(nodes) if n.op == "get_attr"]
+    outputs = live_outputs(nodes)
+    body = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        values[node] = body.placeholder(node.name)
+        values[node].meta = dict(node.meta, writes=False, mutates=())
+    for node in (*attributes, *nodes):
+        values[node] = body.node_copy(node, values.__getitem__)
+        values[node].meta["mutates"] = tuple(values[m] for m in node.meta.get("mutates", ()) if m in values)
+    body.output(tuple(values[n] for n in outputs))
+    constants = {
+        n.target: trace.constants[n.target]
+        for n in body.nodes
+        if n.op in ("get_attr", "call_module") and n.target in trace.constants
+    }
+    trace.constants[name] = make(body, constants)
+    graph = trace.graph
+    last = nodes[-1]
+    with graph.inserting_after(last):
+        call = graph.create_node("call_module", name, tuple(inputs))
+    call.meta.update(source=nodes[0].meta.get("source", ""), path=nodes[0].meta.get("path", ""), region=True)
+    call.meta["val"] = tuple(n.meta["val"] for n in outputs)
+    call.meta["mutates"] = tuple(
+        m for n in nodes for m in n.meta.get("mutates", ()) if m not in nodes and m.op != "get_attr"
+    )
+    after = call
+    for i, node in enumerate(outputs):
+        with graph.inserting_after(after):
+            item = graph.create_node("call_function", operator.getitem, (call, i))
+        after = item
+        item.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "path")}
+        node.replace_all_uses_with(item, lambda user, inside=set(nodes): user not in inside)
+    for node in graph.nodes:  # metadata of others may name what has moved
+        if moved := node.meta.get("mutates"):
+            node.meta["mutates"] = tuple(m for m in moved if m not in nodes)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    for node in attributes:
+        if not node.users:
+            graph.erase_node(node)
+    for constant in constants:
+        if constant != name and not any(n.target == constant for n in graph.nodes):
+            del trace.constants[constant]
+    return call
+
+
+def free_name(trace: Trace, stem: str) -> str:
+    """`stem_0`, `stem_1`, ... whichever no constant of the trace has."""
+    return next(f"{stem}_{i}" for i in range(len(trace.constants) + 1) if f"{stem}_{i}" not in trace.constants)
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a fake tensor, or of all in a nested value, symbolic sizes at their example values."""
+    if isinstance(value, torch.Tensor):
+        count = 1
+        for size in value.shape:
+            count *= hint(size)
+        return count * value.element_size()
+    if isinstance(value, (tuple, list)):
+        return sum(map(bytes_of, value))
+    if isinstance(value, dict):
+        return sum(map(bytes_of, value.values()))
+    return 0
+
+
+def hint(size: Any) -> int:
+    """A size as the example inputs have it (1 where it is known only at run time)."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size)
+
+
+def modules_in(graph: fx.Graph, constants: Iterable[str], root: nn.Module) -> dict[str, nn.Module]:
+    """Path -> module for the user's modules that a graph calls."""
+    own = set(constants)
+    return {
+        str(n.target): root.get_submodule(str(n.target))
+        for n in graph.nodes
+        if n.op == "call_module" and n.target not in own
+    }

@@ -1,0 +1,204 @@
+"""The drop-in module: the user's own class, with a forward that runs the rewritten graphs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxspeed.errors import Untraceable
+from fxspeed.graph import runtime
+from fxspeed.graph.regions import Region, bind
+from fxspeed.graph.trace import _HOOKS as HOOKS
+from fxspeed.graph.trace import Trace
+
+#: Graphs kept for one model; a call that fits none of this many runs the model as the user wrote it.
+CACHE_LIMIT = 8
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """A rewritten graph of a program and, once it has run, its binding to the module."""
+
+    trace: Trace
+    before: Trace | None = None
+    bound: fx.GraphModule | None = None
+    state: list[tuple] = dataclasses.field(default_factory=list)
+    switches: bool = False
+
+    def attach(self, root: nn.Module) -> None:
+        self.bound = bind(self.trace.graph, self.trace.constants, root)
+        self.run = self.bound.forward
+        self.switches = any(n.target in runtime.SIDE_EFFECTS for n in self.trace.graph.nodes if n.op == "call_function")
+        self.state = []
+        for path, flag in self.trace.flags.items():
+            module = root.get_submodule(path)
+            parent = root.get_submodule(path.rpartition(".")[0]) if path else None
+            siblings = parent._modules if parent is not None else {"": module}
+            hooks = [getattr(module, h) for h in HOOKS] if path else []
+            self.state.append((siblings, path.rpartition(".")[2], module, vars(module), flag, hooks))
+
+    def holds(self) -> bool:
+        """Whether the opened modules are still those of the capture: same flags, no new hooks, none replaced."""
+        for siblings, name, module, attributes, flag, hooks in self.state:
+            if siblings[name] is not module or attributes["training"] is not flag:
+                return False
+            for hook in hooks:
+                if hook:
+                    return False
+        return True
+
+
+class Program:
+    """The graphs of one optimized model.
+
+    Attributes:
+        entries: rewritten graphs, each with its guard.
+        rewrite: `(module, args, kwargs) -> Entry`, captures and rewrites a call that fits no entry.
+        eager: why calls run the user's forward, where they do.
+        misses: calls that fitted no entry.
+    """
+
+    def __init__(self, entries: list[Entry], rewrite: Callable[[nn.Module, tuple, dict], Entry]):
+        self.entries, self.rewrite = entries, rewrite
+        self.eager = ""
+        self.misses = 0
+        self._lock = threading.RLock()
+
+    def call(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        ambient = runtime.ambient()
+        for entry in self.entries:
+            inputs = entry.trace.guard(args, kwargs)
+            if inputs is None or entry.trace.ambient != ambient:
+                continue
+            if entry.bound is None:
+                entry.attach(module)
+            if not entry.holds():
+                continue
+            if entry.switches:
+                with runtime.unwinding():
+                    return entry.run(*inputs)
+            return entry.run(*inputs)
+        return self._miss(module, original, args, kwargs)
+
+    def _miss(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self.eager:
+            with self._lock:
+                self.misses += 1
+                if len(self.entries) >= CACHE_LIMIT:
+                    self.eager = f"inputs differed in {CACHE_LIMIT} ways; new kinds run the model as it was written"
+                    warnings.warn(f"fxspeed: {type(module).__name__}: {self.eager}", stacklevel=4)
+                else:
+                    try:
+                        entry = self.rewrite(module, args, kwargs)
+                    except Untraceable as error:
+                        if not self.entries or self.misses > 2 * CACHE_LIMIT:
+                            self.eager = str(error)
+                    else:
+                        self.entries.append(entry)
+                        entry.attach(module)
+                        inputs = entry.trace.guard(args, kwargs)
+                        if inputs is not None:
+                            with runtime.unwinding():
+                                return entry.run(*inputs)
+        return original(module, *args, **kwargs)
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move the tensors that graphs hold to where `change` moves the module's; their dtype stays."""
+        for entry in self.entries:
+            _move(entry.trace.constants, change)
+            entry.bound = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        made = Program([], self.rewrite)
+        memo[id(self)] = made
+        made.eager, made.misses = self.eager, self.misses
+        made.entries = [
+            Entry(dataclasses.replace(e.trace, constants=_copied(e.trace.constants)), e.before) for e in self.entries
+        ]
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "entries": [Entry(e.trace) for e in self.entries],
+            "rewrite": self.rewrite,
+            "eager": self.eager,
+            "misses": self.misses,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+
+def _move(constants: dict[str, Any], change: Callable) -> None:
+    for name, value in constants.items():
+        if isinstance(value, Region):
+            _move(value.constants, change)
+        elif isinstance(value, torch.Tensor) and not name.startswith("_tensor_"):  # those belong to the user
+            constants[name] = value.to(change(value).device)
+
+
+def _copied(constants: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: dataclasses.replace(value, constants=_copied(value.constants))
+        if isinstance(value, Region)
+        else copy.copy(value)
+        for name, value in constants.items()
+    }
+
+
+class OptimizedMixin:
+    """What an optimized module has beside its user's class. `_fxspeed` is its program."""
+
+    _fxspeed: Program
+    _fxspeed_class: type[nn.Module]
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        self._fxspeed.move(fn)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _bare, (self._fxspeed_class,), vars(self).copy()
+
+
+def _bare(cls: type[nn.Module]) -> nn.Module:
+    made = cls.__new__(cls)
+    made.__class__ = optimized_class(cls)
+    return made
+
+
+@functools.cache
+def optimized_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of the user's class whose forward runs the program."""
+    original = cls.forward
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        return self._fxspeed.call(self, original, args, kwargs)
+
+    return type(
+        cls.__name__,
+        (OptimizedMixin, cls),
+        {
+            "forward": forward,
+            "_fxspeed_class": cls,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        },
+    )
+
+
+def drop_in(module: nn.Module, program: Program) -> nn.Module:
+    """Make `module` run `program`. Its class becomes a subclass of its own; nothing else of it changes."""
+    module.__dict__["_fxspeed"] = program
+    module.__class__ = optimized_class(type(module))
+    return module

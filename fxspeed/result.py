@@ -1,0 +1,157 @@
+"""What `optimize` returns: the module, what changed, the diff, the report, the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from fxspeed.cost.memory import Timeline
+from fxspeed.emit.diff import unified
+from fxspeed.errors import Error
+from fxspeed.graph.regions import bind
+from fxspeed.module import Program
+from fxspeed.passes.base import Change, Skip
+
+
+@dataclasses.dataclass
+class Facts:
+    """What was found out while a model was optimized. Grows when calls of a new kind are captured later."""
+
+    records: list[Change | Skip] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+    timelines: dict[str, Timeline] = dataclasses.field(default_factory=dict)
+    low_precision: torch.dtype | None = None
+    seconds: float = 0.0
+    captured_seconds: float = 0.0
+
+    def add(self, records: list[Change | Skip]) -> None:
+        self.records += [r for r in records if r not in self.records]
+
+
+class Optimized:
+    """An optimized model.
+
+    Attributes:
+        module: drop-in module of the user's class.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: Any, texts: dict[str, tuple[str, str]]):
+        self.module = module
+        self._pipeline, self._texts = pipeline, texts
+
+    @property
+    def program(self) -> Program:
+        return self.module._fxspeed  # type: ignore[return-value]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What was rewritten."""
+        return tuple(r for r in self._pipeline.facts.records if isinstance(r, Change))
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """What could have been rewritten and was not, with the reason."""
+        found = [r for r in self._pipeline.facts.records if isinstance(r, Skip)]
+        if self.program.eager:
+            found.append(Skip("capture", "the whole model", "run the graphs", self.program.eager))
+        return tuple(found)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of passes that failed verification and were rolled back."""
+        return tuple(self._pipeline.facts.broken)
+
+    @property
+    def train_graph(self) -> fx.GraphModule:
+        """The rewritten training graph; it shares the module's parameters."""
+        return self._graph(True)
+
+    @property
+    def eval_graph(self) -> fx.GraphModule:
+        """The rewritten eval graph; it shares the module's parameters."""
+        return self._graph(False)
+
+    def _graph(self, training: bool) -> fx.GraphModule:
+        for entry in self.program.entries:
+            if entry.trace.training is training:
+                return bind(entry.trace.graph, entry.trace.constants, self.module)
+        why = self.program.eager or "no call has been captured yet; give optimize() example inputs or call the module"
+        raise Error(f"there is no {'training' if training else 'eval'} graph: {why}")
+
+    def source(self, mode: str = "train") -> tuple[str, str]:
+        """The graph of a mode as Python, before and after."""
+        if mode not in self._texts:
+            from fxspeed.emit.source import render
+
+            for entry in self.program.entries:
+                if entry.trace.training is (mode == "train") and entry.before is not None:
+                    texts = (render(t.graph, t.constants, self.module) for t in (entry.before, entry.trace))
+                    self._texts[mode] = tuple(texts)  # type: ignore[assignment]
+        return self._texts.get(mode, ("", ""))
+
+    def diff(self, color: bool = False) -> str:
+        """Unified diff of the training graph before against after; empty if nothing changed."""
+        return unified(*self.source("train"), color=color)
+
+    @property
+    def report(self) -> Any:
+        """Table of all changes and skips; `str()` prints it, `.to_dict()` is plain data."""
+        from fxspeed.emit.report import Report
+
+        return Report(type(self.module).__name__, self.changes, self.skipped, self._pipeline.facts.timelines, self._pipeline.facts.seconds)
+
+    def original_state_dict(self) -> dict[str, torch.Tensor]:
+        """A state dict that the user's class loads strictly and that gives it the same outputs."""
+        state = {k: v.detach() for k, v in self.module.state_dict().items()}
+        for edit in self._pipeline.edits:
+            edit.restore(state)
+        return _in_order(state, self.module)
+
+    def load_original_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load a state dict of the user's class.
+
+        Raises:
+            Error: keys are missing or too many, or shapes differ.
+        """
+        state = dict(state)
+        for edit in self._pipeline.edits:
+            edit.adopt(state)
+        try:
+            self.module.load_state_dict(state, strict=True)
+        except RuntimeError as error:
+            raise Error(f"this is no state dict of {type(self.module).__name__}: {error}") from error
+
+    def train_step(self, loss_fn: Any, optimizer: Any = "adamw", **options: Any) -> Any:
+        """The training step; see `fxspeed.TrainStep`."""
+        from fxspeed.train.step import TrainStep
+
+        return TrainStep(self, loss_fn, optimizer, **options)
+
+    def save(self, directory: str) -> NoReturn:
+        raise Error(
+            f"save({directory!r}) is not built yet; save weights with torch.save(result.original_state_dict()) and the "
+            "graph's text with result.source()"
+        )
+
+    def __repr__(self) -> str:
+        return f"Optimized({type(self.module).__name__}, {len(self.changes)} changes, {len(self.skipped)} skipped)"
+
+
+def _in_order(state: dict[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
+    """A bias stands behind its layer's weight, as torch.nn orders them."""
+    ordered: dict[str, torch.Tensor] = {}
+    own = module.state_dict().keys()
+    back = {k for k in state if k not in own}
+    for key, value in state.items():
+        if key in back:
+            continue
+        ordered[key] = value
+        bias = f"{key.removesuffix('weight')}bias"
+        if key.endswith("weight") and bias in back:
+            ordered[bias] = state[bias]
+            back.discard(bias)
+    ordered.update((k, state[k]) for k in back)
+    return ordered

@@ -1,0 +1,259 @@
+"""Activation checkpointing to a memory budget: recompute stretches of the forward in backward.
+
+Rule: the graph is cut where few bytes cross, into as many stretches as the budget needs; the plan that meets the
+budget with the fewest recomputed FLOPs is taken. Each stretch runs under `torch.utils.checkpoint` (non-reentrant):
+only its inputs are kept, the rest is computed again when backward reaches it. Recomputation leaves no second trace:
+buffers that a stretch writes (BatchNorm statistics) are swapped for copies meanwhile, random numbers are replayed,
+autocast is as it was.
+
+Does not fire when: no budget is given; the step fits it as it is. A stretch holds no module that capture could not
+open (its side effects would happen twice), no switch of a mode, and no write into a tensor that others see.
+
+Costs: the recomputed FLOPs, shown for each stretch. Raises BudgetError when no plan meets the budget.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; torch.utils.checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxspeed.cost.memory import largest, step_timeline
+from fxspeed.cost.segments import Segment, StepModel
+from fxspeed.errors import BudgetError
+from fxspeed.graph.ops import CONVOLUTIONS, is_random, module_of, name_of
+from fxspeed.graph.regions import Region, bytes_of, extract, free_name
+from fxspeed.graph.trace import Trace
+from fxspeed.passes.base import Captured, Change, Pass, Skip
+
+
+@dataclasses.dataclass(eq=False)
+class CheckpointRegion(Region):
+    """A stretch that backward computes again. `buffers` are those it writes; `random` whether it draws numbers."""
+
+    buffers: tuple[str, ...] = ()
+    random: bool = False
+
+    decorator: ClassVar[str] = "recomputed_in_backward"
+
+    def bind(self, root: nn.Module, body: Callable) -> Callable:
+        owners = [(root.get_submodule(b.rpartition(".")[0]), b.rpartition(".")[2]) for b in self.buffers]
+
+        def contexts() -> tuple[Any, Any]:
+            return contextlib.nullcontext(), _statistics_apart(owners)
+
+        def run(*inputs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return body(*inputs)
+            return checkpoint(
+                body,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=self.random,
+                context_fn=contexts,
+                determinism_check="none",
+            )
+
+        return run
+
+
+@contextlib.contextmanager
+def _statistics_apart(owners: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Writes into these buffers go to copies, which are thrown away."""
+    real = [module._buffers[name] for module, name in owners]
+    try:
+        for (module, name), buffer in zip(owners, real, strict=True):
+            module._buffers[name] = None if buffer is None else buffer.clone()
+        yield
+    finally:
+        for (module, name), buffer in zip(owners, real, strict=True):
+            module._buffers[name] = buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(Pass):
+    """Recompute stretches so that the peak of a training step stays within a budget.
+
+    Options:
+        budget: share of the plain step's peak in (0, 1], or bytes; None takes `optimize(memory_budget=...)`.
+        most: the largest number of stretches tried.
+    """
+
+    name: ClassVar[str] = "checkpoint"
+    budget: float | int | str | None = None
+    most: int = 48
+
+    def run(self, captured: Captured) -> list[Change | Skip]:
+        budget = self.budget if self.budget is not None else captured.options.get("memory_budget")
+        trace = captured.traces.get("train")
+        if budget is None or trace is None:
+            return []
+        root = captured.root
+        plain = captured.options.get("plain_timeline") or step_timeline(trace, root, plain=True)
+        captured.options["plain_timeline"] = plain
+        base = 0 if isinstance(budget, float) else _resident_bytes(root)
+        limit = budget * plain.peak if isinstance(budget, float) else parse_bytes(budget) - base
+        limit -= _workspace(trace, root) * (1 - min(limit / plain.peak, 1) if isinstance(budget, float) else 1)
+        if plain.peak <= limit or budget == 1.0:
+            return [Skip(self.name, "the whole model", "recompute", f"the step's peak of {_mib(plain.peak)} fits the budget")]
+        model = StepModel(trace, root)
+        chosen, timeline = self._search(captured, model, limit)
+        if chosen is None:
+            raise BudgetError(_refusal(budget, timeline, plain.peak, base, trace))
+        return self._rewrite(trace, root, model, chosen, timeline, captured)
+
+    def _search(self, captured: Captured, model: StepModel, limit: float) -> tuple[list[Segment] | None, Any]:
+        """The cheapest plan whose exact peak is within the limit; without one, None and the lowest peak seen."""
+        plans = sorted(self._plans(model), key=lambda p: (p[0].extra_flops, p[0].peak))
+        lowest = None
+        margin = 1.0
+        for _ in range(6):
+            fitting = [p for p in plans if p[0].peak <= limit * margin]
+            if not fitting:
+                break
+            estimate, segments = fitting[0]
+            timeline = self._exact(captured, model, segments)
+            if timeline.peak <= limit:
+                return segments, timeline
+            lowest = timeline if lowest is None or timeline.peak < lowest.peak else lowest
+            margin = min(margin, estimate.peak / limit) * min(limit / timeline.peak, 0.99)
+        for _, segments in sorted(plans, key=lambda p: p[0].peak)[:4]:
+            timeline = self._exact(captured, model, segments)
+            if timeline.peak <= limit:
+                return segments, timeline
+            lowest = timeline if lowest is None or timeline.peak < lowest.peak else lowest
+        return None, lowest
+
+    def _exact(self, captured: Captured, model: StepModel, segments: list[Segment]) -> Any:
+        trial = captured.traces["train"].copy()
+        by_name = {n.name: n for n in trial.graph.nodes}
+        for start, stop in segments:
+            nodes = [by_name[n.name] for n in model.nodes[start:stop]]
+            _extract(trial, captured.root, nodes)
+        return step_timeline(trial, captured.root)
+
+    def _plans(self, model: StepModel) -> Iterator[tuple[Any, list[Segment]]]:
+        """Ways to cut the graph: k stretches of like weight, of which the first m are recomputed."""
+        count = len(model.nodes)
+        crossing = model.crossing()
+        weight = [sum(model.size[k] for k in model.makes[i] if any(k in s for s in (model.saves[i],))) for i in range(count)]
+        for i in range(count):
+            weight[i] += sum(model.size[k] for k in model.saves[i] if model.maker[k] != i)
+        sums = [0]
+        for w in weight:
+            sums.append(sums[-1] + w)
+        total = max(sums[-1], 1)
+        seen: set[tuple] = set()
+        for k in (n for n in range(1, min(self.most, count) + 1) if n <= 16 or n % 4 == 0):
+            cuts = [0]
+            for j in range(1, k):
+                low, high = total * (j - 0.4) / k, total * (j + 0.4) / k
+                window = [p for p in range(cuts[-1] + 1, count) if low <= sums[p] <= high]
+                if window:
+                    cuts.append(min(window, key=lambda p: (crossing[p], abs(sums[p] - total * j / k))))
+            cuts.append(count)
+            stretches = [p for a, b in zip(cuts, cuts[1:], strict=False) for p in model.pieces((a, b))]
+            stretches = [s for s in stretches if any(model.saves[s[0] : s[1]])]
+            ends = sorted({*range(1, len(stretches) + 1)} if k <= 16 else {len(stretches), len(stretches) * 3 // 4})
+            for m in ends:
+                plan = stretches[:m]
+                if tuple(plan) not in seen:
+                    seen.add(tuple(plan))
+                    yield model.peak(plan), plan
+
+    def _rewrite(self, trace: Trace, root: nn.Module, model, segments, timeline, captured) -> list[Change | Skip]:
+        records: list[Change | Skip] = []
+        whole = max(sum(model.flops), 1)
+        for start, stop in segments:
+            nodes = model.nodes[start:stop]
+            freed = sum(
+                {k: model.size[k] for i in range(start, stop) for k in model.saves[i] if model.maker[k] >= start}.values()
+            )
+            work = model.work((start, stop))
+            first, last = nodes[0], nodes[-1]
+            note = f"frees {_mib(freed)}, costs {100 * work / (3 * whole):.1f}% of a step's FLOPs"
+            name = _extract(trace, root, nodes, note)
+            records.append(
+                Change(
+                    self.name, name, f"{first.name} to {last.name} ({len(nodes)} nodes) recomputed in backward",
+                    "the memory budget", {"bytes": freed, "flops": -work},
+                )  # fmt: skip
+            )
+        captured.options["planned_timeline"] = timeline
+        return records
+
+
+def _extract(trace: Trace, root: nn.Module, nodes: list, note: str = "") -> str:
+    name = free_name(trace, "checkpoint")
+    buffers: list[str] = []
+    random = False
+    for node in nodes:
+        region = trace.constants.get(str(node.target)) if node.meta.get("region") else None
+        inner = list(region.graph.nodes) if isinstance(region, Region) else [node]
+        for part in inner:
+            random = random or is_random(part, root)
+            module = module_of(part, root)
+            if module is not None and part.meta.get("writes"):
+                buffers += [f"{part.target}.{b}" for b, value in module.named_buffers() if value is not None]
+            buffers += [str(a.target) for a in part.meta.get("mutates", ()) if a.op == "get_attr"]
+    extract(
+        trace, nodes, name,
+        lambda graph, constants: CheckpointRegion(graph, constants, note, tuple(dict.fromkeys(buffers)), random),
+    )  # fmt: skip
+    return name
+
+
+def parse_bytes(budget: int | str) -> int:
+    """`"6GiB"`, `"500 MB"` or a number of bytes.
+
+    Raises:
+        BudgetError: the text is neither.
+    """
+    if isinstance(budget, int):
+        return budget
+    units = {"": 1, "b": 1} | {f"{p}{s}": b**e for e, p in enumerate("kmgt", 1) for s, b in (("b", 1000), ("ib", 1024), ("", 1024))}
+    text = budget.strip().lower()
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    try:
+        return int(float(digits) * units[text[len(digits) :].strip()])
+    except (ValueError, KeyError):
+        raise BudgetError(f'memory budget {budget!r} is no size; write a share like 0.5, bytes, or "6GiB"') from None
+
+
+def _resident_bytes(root: nn.Module) -> int:
+    """Parameters, their gradients and buffers: what a byte budget holds beside the step's own tensors."""
+    parameters = {id(p): p for p in root.parameters()}.values()
+    return sum(bytes_of(p) * (2 if p.requires_grad else 1) for p in parameters) + sum(map(bytes_of, root.buffers()))
+
+
+def _workspace(trace: Trace, root: nn.Module) -> int:
+    """Bytes that convolutions on a CPU take inside themselves (layout copies of input and output)."""
+    sizes = [0]
+    for node in trace.graph.nodes:
+        convolution = isinstance(module_of(node, root), nn.modules.conv._ConvNd) or name_of(node) in CONVOLUTIONS
+        if convolution and node.all_input_nodes and isinstance(node.meta.get("val"), torch.Tensor):
+            sizes.append(bytes_of(node.meta["val"]) + bytes_of(node.all_input_nodes[0].meta["val"]))
+    return max(sizes)
+
+
+def _refusal(budget: Any, timeline: Any, plain: int, base: int, trace: Trace) -> str:
+    where = "; ".join(f"{_mib(size)} {label} ({source})" for size, label, source in largest(trace))
+    if timeline is None:
+        return f"memory budget {budget} cannot be met: no part of the graph can be recomputed. Largest tensors kept: {where}"
+    least = timeline.peak + base
+    share = f" ({timeline.peak / plain:.3f} of the plain step's)" if not base else ""
+    return (
+        f"memory budget {budget} cannot be met: the smallest peak that a plan reaches is {_mib(least)}{share}. "
+        f"Give at least that, or a smaller batch. Largest tensors kept for backward: {where}"
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**19 else f"{size / 2**10:.1f} KiB"

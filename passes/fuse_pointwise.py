@@ -1,0 +1,198 @@
+"""Fuse pointwise operations into one kernel, forward and backward.
+
+Rule: maximal convex sets of elementwise operations (arithmetic, activations, casts, dropout) become regions that
+Inductor compiles, once for each distinct region (operations, dtypes, ranks), shared by all that are alike; sizes stay
+dynamic. The backward is fused too: a region keeps its inputs instead of every intermediate.
+
+Does not fire when: the region moves too few bytes to pay for the call of a compiled function (about 30 us) and for
+compiling it; it writes in place; no C++ compiler (CPU) or Triton (CUDA) is found. Random numbers are eager's, from
+the same generator in the same order; dtype promotion is eager's.
+
+Costs: the compiler runs at the first call, seconds for each distinct region, cached on disk by Inductor.
+
+Source: torch.compile; Ansel et al., "PyTorch 2", ASPLOS 2024.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from fxspeed.graph.ops import is_random, pointwise_name
+from fxspeed.graph.regions import Region, bytes_of, extract, free_name, live_inputs, live_outputs
+from fxspeed.graph.trace import Trace
+from fxspeed.passes.base import Captured, Change, Pass, Skip
+
+
+@dataclasses.dataclass(eq=False)
+class FusedRegion(Region):
+    """Pointwise operations compiled as one. `key` is equal for regions that share their compiled code."""
+
+    key: tuple = ()
+
+    decorator: ClassVar[str] = "compiled_by_inductor"
+
+    def bind(self, root: nn.Module, body: Callable) -> Callable:
+        return _compiled(self.key, _Body(body))
+
+
+class _Body:
+    """A callable that is equal to any other, so that the cache looks at the key alone."""
+
+    def __init__(self, run: Callable):
+        self.run = run
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Body)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(key: tuple, body: _Body) -> Callable:
+    return torch.compile(body.run, fullgraph=True, dynamic=True, options={"fallback_random": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class FusePointwise(Pass):
+    """Compile regions of pointwise operations with Inductor.
+
+    Options:
+        min_saved: bytes of memory traffic that a region must save in a forward.
+        min_ops: operations that a region must hold.
+    """
+
+    name: ClassVar[str] = "fuse_pointwise"
+    min_saved: int = 8 << 20
+    min_ops: int = 3
+
+    def run(self, captured: Captured) -> list[Change | Skip]:
+        records: dict[tuple, Change | Skip] = {}
+        for mode, trace in captured.traces.items():
+            for group in _groups(trace, captured.root):
+                if len(group) < 2:
+                    continue
+                saved = _traffic_saved(group)
+                label = f"{group[0].name} to {group[-1].name}"
+                source = group[0].meta.get("source", "")
+                reason = ""
+                if len(group) < self.min_ops:
+                    reason = f"{len(group)} operations, fewer than {self.min_ops}"
+                elif saved < self.min_saved:
+                    reason = f"it would save {saved / 2**20:.2f} MiB of traffic, less than its call costs"
+                elif missing := _no_compiler(group[0].meta["val"].device):
+                    reason = missing
+                if reason:
+                    skip = Skip(self.name, label, f"fuse {len(group)} operations", reason, {"bytes": saved}, source)
+                    records.setdefault((label, "skip"), skip)
+                    continue
+                _fuse(trace, group)
+                ops = ", ".join(dict.fromkeys(pointwise_name(n, captured.root) for n in group))
+                change = Change(
+                    self.name, label, f"{len(group)} operations fused ({ops})",
+                    f"one kernel reads and writes {saved / 2**20:.1f} MiB less", {"bytes": saved},
+                )  # fmt: skip
+                records.setdefault((label, mode if records.get((label, "train")) is None else "train"), change)
+        return list(records.values())
+
+
+def _groups(trace: Trace, root: nn.Module) -> list[list[fx.Node]]:
+    """Disjoint convex sets of pointwise nodes, grown in graph order.
+
+    A set keeps the property that everything it reads is made before anything outside reads from it, so that one call
+    can stand for it; a write into a tensor ends every set that has begun.
+    """
+    position = {n: i for i, n in enumerate(trace.graph.nodes)}
+    open_groups: list[list[fx.Node]] = []
+    closed: list[list[fx.Node]] = []
+    member: dict[fx.Node, list[fx.Node]] = {}
+    for node in trace.graph.nodes:
+        if node.meta.get("mutates"):
+            closed += open_groups
+            open_groups = []
+        if not pointwise_name(node, root) or _reads_number(node):
+            continue
+        candidates = [member[i] for i in node.all_input_nodes if i in member and any(member[i] is g for g in open_groups)]
+        joined = next((g for g in candidates if _may_join(g, node, position)), None)
+        if joined is None:
+            joined = []
+            open_groups.append(joined)
+        joined.append(node)
+        member[node] = joined
+        for other in candidates:
+            both = sorted({*joined, *other}, key=position.__getitem__)
+            if other is not joined and _is_callable_set(both, position):
+                joined[:] = both
+                open_groups = [g for g in open_groups if g is not other]
+                for n in other:
+                    member[n] = joined
+    return closed + open_groups
+
+
+def _may_join(group: list[fx.Node], node: fx.Node, position: dict[fx.Node, int]) -> bool:
+    return group[0].meta["val"].device == node.meta["val"].device and _is_callable_set([*group, node], position)
+
+
+def _is_callable_set(nodes: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+    inside = set(nodes)
+    outside = [position[u] for n in nodes for u in n.users if u not in inside]
+    return all(position[n] < first for n in nodes for first in outside) if outside else True
+
+
+def _reads_number(node: fx.Node) -> bool:
+    """Whether the node reads a number that is known at run time only: the compiled code would read it from the host."""
+    return any(isinstance(i.meta.get("val"), (torch.SymFloat, torch.SymInt)) for i in node.all_input_nodes)
+
+
+def _traffic_saved(group: list[fx.Node]) -> int:
+    """Bytes that one kernel reads and writes less than one kernel an operation."""
+    each = sum(bytes_of(n.meta["val"]) + sum(bytes_of(i.meta.get("val")) for i in n.all_input_nodes) for n in group)
+    return each - sum(bytes_of(n.meta["val"]) for n in (*live_inputs(group), *live_outputs(group)))
+
+
+def _fuse(trace: Trace, group: list[fx.Node]) -> None:
+    def make(graph: fx.Graph, constants: dict[str, Any]) -> FusedRegion:
+        facts = tuple(
+            (n.meta["val"].dtype, n.meta["val"].dim(), str(n.meta["val"].device))
+            for n in graph.nodes
+            if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
+        )
+        names: dict[str, int] = {}
+        code = tuple(
+            (n.op, str(n.target) if n.op != "placeholder" else "", str(fx.map_arg((n.args, n.kwargs), lambda a: names[a.name])))
+            for n in graph.nodes
+            if names.setdefault(n.name, len(names)) >= 0
+        )
+        modules = tuple(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
+        return FusedRegion(graph, constants, f"{len(group)} operations in one kernel", (code, facts, modules))
+
+    extract(trace, group, free_name(trace, "fused"), make)
+
+
+@functools.cache
+def _no_compiler(device: torch.device) -> str:
+    """Why nothing can be compiled for a device; empty where it can."""
+    if device.type == "cpu":
+        try:
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+            get_cpp_compiler()
+        except Exception:
+            return "no C++ compiler was found (install g++ or set CXX)"
+        return "" if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++") else "no C++ compiler was found"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "Triton was not found (pip install triton)"
+    return f"Inductor does not compile for {device.type} here"
+
+
+def draws(group: list[fx.Node], root: nn.Module) -> bool:
+    return any(is_random(n, root) for n in group)
