@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fxspeed.cost.memory import largest, step_timeline
+from fxspeed.cost.memory import largest, step_timeline, workspace
 from fxspeed.cost.segments import Segment, StepModel
 from fxspeed.errors import BudgetError
-from fxspeed.graph.ops import CONVOLUTIONS, is_random, module_of, name_of
+from fxspeed.graph.ops import is_random, module_of
 from fxspeed.graph.regions import Region, bytes_of, extract, free_name
 from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured, Change, Pass, Skip
@@ -100,7 +100,7 @@ class Checkpoint(Pass):
         captured.options["plain_timeline"] = plain
         base = 0 if isinstance(budget, float) else _resident_bytes(root)
         limit = budget * plain.peak if isinstance(budget, float) else parse_bytes(budget) - base
-        limit -= _workspace(trace, root) * (1 - min(limit / plain.peak, 1) if isinstance(budget, float) else 1)
+        limit -= workspace(trace, root) * (1 - min(limit / plain.peak, 1) if isinstance(budget, float) else 1)
         if plain.peak <= limit or budget == 1.0:
             return [Skip(self.name, "the whole model", "recompute", f"the step's peak of {_mib(plain.peak)} fits the budget")]
         model = StepModel(trace, root)
@@ -231,16 +231,6 @@ def _resident_bytes(root: nn.Module) -> int:
     """Parameters, their gradients and buffers: what a byte budget holds beside the step's own tensors."""
     parameters = {id(p): p for p in root.parameters()}.values()
     return sum(bytes_of(p) * (2 if p.requires_grad else 1) for p in parameters) + sum(map(bytes_of, root.buffers()))
-
-
-def _workspace(trace: Trace, root: nn.Module) -> int:
-    """Bytes that convolutions on a CPU take inside themselves (layout copies of input and output)."""
-    sizes = [0]
-    for node in trace.graph.nodes:
-        convolution = isinstance(module_of(node, root), nn.modules.conv._ConvNd) or name_of(node) in CONVOLUTIONS
-        if convolution and node.all_input_nodes and isinstance(node.meta.get("val"), torch.Tensor):
-            sizes.append(bytes_of(node.meta["val"]) + bytes_of(node.all_input_nodes[0].meta["val"]))
-    return max(sizes)
 
 
 def _refusal(budget: Any, timeline: Any, plain: int, base: int, trace: Trace) -> str:

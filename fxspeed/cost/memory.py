@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxspeed.graph.clone import FakeClone
+from fxspeed.graph.ops import CONVOLUTIONS, module_of, name_of
 from fxspeed.graph.regions import bind, bytes_of
 from fxspeed.graph.structure import tensors_in
 from fxspeed.graph.trace import Trace, preserved_rng
@@ -64,7 +65,7 @@ class _Watch(TorchDispatchMode):
         key = storage._cdata
         if key in self.known:
             return
-        size = _rounded(storage.nbytes())
+        size = int(storage.nbytes())
         self.known[key] = size
         self._change(size)
         weakref.finalize(storage, self._released, key).atexit = False
@@ -76,11 +77,6 @@ class _Watch(TorchDispatchMode):
         if size:
             self.live += size
             self.events.append(self.live)
-
-
-def _rounded(size: Any) -> int:
-    """A storage's bytes as the CPU allocator counts them."""
-    return int(size)
 
 
 def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timeline:
@@ -123,6 +119,31 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
         return Timeline(tuple(watch.events), max(watch.events), held, counter.get_total_flops())
 
 
+def workspace(trace: Trace, root: nn.Module) -> int:
+    """The most bytes that one convolution on a CPU takes inside itself, on top of what `step_timeline` sees.
+
+    In float32 and below oneDNN copies input and output into its own layout; in float64 PyTorch unfolds the input
+    (im2col), one column for each output position and kernel element.
+    """
+    most = 0
+    for node in trace.graph.nodes:
+        module, out = module_of(node, root), node.meta.get("val")
+        if not isinstance(out, torch.Tensor) or not node.all_input_nodes or out.device.type != "cpu":
+            continue
+        if isinstance(module, nn.modules.conv._ConvNd):
+            weight = module.weight
+        elif name_of(node) in CONVOLUTIONS:
+            weight = node.args[1].meta["val"]
+        else:
+            continue
+        if out.dtype is torch.float64:
+            size = bytes_of(out) // weight.shape[0] * math.prod(weight.shape[1:])
+        else:
+            size = bytes_of(out) + bytes_of(node.all_input_nodes[0].meta["val"])
+        most = max(most, size)
+    return most
+
+
 def largest(trace: Trace, count: int = 10) -> list[tuple[int, str, str]]:
     """The `count` largest tensors that autograd keeps: (bytes, "module path: node", "file:line")."""
     found: dict[int, tuple[int, str, str]] = {}
@@ -137,7 +158,3 @@ def largest(trace: Trace, count: int = 10) -> list[tuple[int, str, str]]:
                 found[key] = (bytes_of(tensor), label, at.meta.get("source", ""))
     return sorted(found.values(), reverse=True)[:count]
 
-
-def saved_bytes(nodes: Iterator[fx.Node] | list[fx.Node]) -> int:
-    """Bytes that autograd keeps for these nodes, each storage once."""
-    return sum({t.untyped_storage()._cdata: bytes_of(t) for n in nodes for t in n.meta.get("saved", ())}.values())

@@ -68,11 +68,12 @@ class Report:
 
 def _grouped(records: Sequence[Change | Skip], most: int = 40) -> list[tuple[str, str, str, str, str]]:
     """Rows of the table; equal changes at several places share one."""
-    groups: dict[tuple[str, str, str], list[Change | Skip]] = {}
+    groups: dict[tuple[str, str], list[Change | Skip]] = {}
     for record in records:
-        groups.setdefault((record.pass_name, record.what, record.why), []).append(record)
+        groups.setdefault((record.pass_name, record.what if isinstance(record, Change) else record.why), []).append(record)
     rows = []
-    for (name, what, why), same in groups.items():
+    for (name, _), same in groups.items():
+        what, why = same[0].what, same[0].why
         where = same[0].target if len(same) == 1 else f"{same[0].target} and {len(same) - 1} more"
         source = getattr(same[0], "source", "")
         if source:

@@ -38,14 +38,17 @@ class Probe:
         self.model, self.args, self.kwargs, self.dynamic = model, args, kwargs, dynamic
         self.runs: list[dict[tuple[str, int], Any]] | None = None
 
+    def run(self) -> None:
+        """Run with the example inputs, and once more with a batch one larger."""
+        self.runs = [self._run(0), self._run(1)]
+
     def outputs(self, path: str, call: int) -> Any:
         """The nested output of the `call`-th call of the module at `path`, with a `Fact` for each tensor.
 
         Raises:
             Untraceable: the output is nothing a graph can take apart, or the module was not reached.
         """
-        if self.runs is None:
-            self.runs = [self._run(0), self._run(1)]
+        assert self.runs is not None
         first, second = (run.get((path, call)) for run in self.runs)
         if first is None:
             raise Untraceable(f"{path} was not reached in a real run")

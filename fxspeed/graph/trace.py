@@ -57,6 +57,8 @@ _REVERSED = {
     for name, op in _OPERATORS.items()
     if name[2:-2] in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 }
+#: Functions behind Tensor's operators that carry another name.
+_DUNDERS = {f: n for n in (*_OPERATORS, *_REVERSED) if inspect.isfunction(f := getattr(torch.Tensor, n, None))}
 _READS = {"__float__": "float", "__int__": "int", "__index__": "int"}
 _REFUSED = {"backward", "register_hook", "retain_grad", "__bool__", "tolist", "numpy", "__array__", "data_ptr", "set_"}
 _LEAF_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -133,6 +135,9 @@ def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[
             tracer = _Tracer(model, args, kwargs, dynamic, probe, spaces)
             try:
                 traced = tracer.run()
+            except _NeedsProbe:  # a module cannot be opened: see what it returns in a real run, outside of all modes
+                probe.run()
+                continue
             except _NeedsNumber as need:  # float(tensor) must return a float: try again with the name replaced
                 names = spaces.setdefault(id(need.namespace), set())
                 if need.name in names:
@@ -154,6 +159,10 @@ class _NeedsNumber(BaseException):
 
     def __init__(self, namespace: dict[str, Any], name: str):
         self.namespace, self.name = namespace, name
+
+
+class _NeedsProbe(BaseException):
+    """What a module returns must be known from a real run."""
 
 
 class _Recorder(TorchFunctionMode):
@@ -202,7 +211,7 @@ class _Tracer:
             stack.enter_context(_Recorder(self.record))
             try:
                 output = self._open(root, "", nn.Module.__dict__["_fxspeed_call"], args, kwargs, hooks=False)
-            except (Untraceable, _NeedsNumber):
+            except Untraceable:
                 raise
             except Exception as error:
                 raise Untraceable(f"{_reason(error)}") from error
@@ -388,6 +397,8 @@ class _Tracer:
         """A module that cannot be opened: one node that runs it as it is, its results known from a real run."""
         if isinstance(error, Untraceable) and error.args[0] == _UNKNOWN:
             raise error
+        if self.probe.runs is None:
+            raise _NeedsProbe
         outputs = self.probe.outputs(path, count)
         inputs = (self.arg(args), self.arg(kwargs))
         node = self.graph.create_node("call_module", path, *inputs)
@@ -633,7 +644,7 @@ def _draws_random(node: fx.Node) -> bool:
 
 def _call(func: Callable, args: tuple, kwargs: dict) -> tuple[str, Any, tuple, dict]:
     """How a torch function is written in a graph: operator, method or function."""
-    name = getattr(func, "__name__", "")
+    name = _DUNDERS.get(func) or getattr(func, "__name__", "")
     method = getattr(torch.Tensor, name, None) is func or getattr(torch._C.TensorBase, name, None) is func
     if name in _OPERATORS and not kwargs:
         return "call_function", _OPERATORS[name], args, kwargs
