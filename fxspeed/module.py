@@ -16,8 +16,7 @@ from torch import fx, nn
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime
 from fxspeed.graph.regions import Region, bind
-from fxspeed.graph.trace import _HOOKS as HOOKS
-from fxspeed.graph.trace import Trace
+from fxspeed.graph.trace import HOOKS, Trace, is_leaf
 
 #: Graphs kept for one model; a call that fits none of this many runs the model as the user wrote it.
 CACHE_LIMIT = 8
@@ -42,7 +41,7 @@ class Entry:
             module = root.get_submodule(path)
             parent = root.get_submodule(path.rpartition(".")[0]) if path else None
             siblings = parent._modules if parent is not None else {"": module}
-            hooks = [getattr(module, h) for h in HOOKS] if path else []
+            hooks = [getattr(module, h) for h in HOOKS] if path and not is_leaf(module) else []
             self.state.append((siblings, path.rpartition(".")[2], module, vars(module), flag, hooks))
 
     def holds(self) -> bool:

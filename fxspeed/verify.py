@@ -45,7 +45,7 @@ def captured_equals_eager(trace: Trace, model: nn.Module, args: tuple, kwargs: d
     with preserved_rng():
         eager = _run(copy.deepcopy(model), lambda m, a, k: m(*a, **k), (args, kwargs), backward=False)
         graph = copy.deepcopy(model)
-        bound = bind(trace.graph, trace.constants, graph, plain=True)
+        bound = bind(trace.graph, trace.constants, graph, "plain")
         leaves = [t.value for t in trace.spec.tensors]
         got = _run(graph, lambda m, a, k: bound.forward(*a), (tuple(leaves), {}), backward=False)
     return _difference(eager, got, rtol=1e-4 if _lowest(eager) else 1e-6)
@@ -62,9 +62,9 @@ def same_in_float64(before: Captured, after: Captured, backward: bool = True) ->
         if want is None or got is None:  # an operation without float64
             want = _plainly(old, before, train and backward)
             got = _plainly(new, after, train and backward)
-            difference = _difference(want, got, rtol=1e-3, edits=after.edits)
+            difference = _difference(want, got, rtol=1e-3, edits=(before.edits, after.edits))
         else:
-            difference = _difference(want, got, rtol=_RTOL, edits=after.edits)
+            difference = _difference(want, got, rtol=_RTOL, edits=(before.edits, after.edits))
         if difference:
             return f"in {mode} mode {difference}"
     return ""
@@ -108,14 +108,14 @@ def region_matches(region: Region, root: nn.Module) -> str:
             else:
                 made = torch.ones(shape, dtype=value.dtype, device=value.device)
             sample.append(made.requires_grad_(value.requires_grad))
-    plain = bind(region.graph, region.constants, root, plain=True).forward
+    plain = bind(region.graph, region.constants, root, "plain").forward
     results = []
     try:
         for run in (plain, region.bind(root, plain)):
             with preserved_rng():
                 torch.manual_seed(0)
                 inputs = [t.detach().requires_grad_(t.requires_grad) for t in sample]
-                outputs = [t for t in run(*inputs) if isinstance(t, torch.Tensor)]
+                outputs = tensors_in(run(*inputs))
                 loss = [(t.float() * _weights(t)).sum() for t in outputs if t.requires_grad]
                 if loss:
                     torch.stack(loss).sum().backward()
@@ -138,7 +138,7 @@ def _in_float64(trace: Trace, captured: Captured, backward: bool) -> Outcome | N
         edit.apply(module)
     module = module.double()
     constants = _raised_constants(trace.constants)
-    bound = bind(_raised(trace.graph), constants, module, plain=True)
+    bound = bind(_raised(trace.graph), constants, module, "plain")
     leaves = tuple(_double(t.value) for t in trace.spec.tensors)
     try:
         return _run(module, lambda m, a, k: bound.forward(*a), (leaves, {}), backward)
@@ -152,7 +152,7 @@ def _plainly(trace: Trace, captured: Captured, backward: bool) -> Outcome:
     module = copy.deepcopy(captured.root)
     for edit in captured.edits:
         edit.apply(module)
-    bound = bind(trace.graph, trace.constants, module, plain=True)
+    bound = bind(trace.graph, trace.constants, module, "plain")
     leaves = tuple(t.value for t in trace.spec.tensors)
     return _run(module, lambda m, a, k: bound.forward(*a), (leaves, {}), backward)
 
@@ -179,15 +179,16 @@ def _weights(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cos(count * 0.7 + 0.3).to(tensor.dtype).view(tensor.shape)
 
 
-def _difference(want: Outcome, got: Outcome, rtol: float, edits: list | None = None) -> str:
+def _difference(want: Outcome, got: Outcome, rtol: float, edits: tuple[list, list] = ([], [])) -> str:
     if len(want.outputs) != len(got.outputs):
         return f"there are {len(got.outputs)} outputs instead of {len(want.outputs)}"
-    buffers = dict(got.buffers)
-    for edit in edits or ():
-        edit.restore(buffers)
+    wanted, buffers = dict(want.buffers), dict(got.buffers)
+    for values, done in ((wanted, edits[0]), (buffers, edits[1])):
+        for edit in done:
+            edit.restore(values)
     pairs = [(f"output {i}", w, g) for i, (w, g) in enumerate(zip(want.outputs, got.outputs, strict=True))]
     pairs += [(f"the gradient of {n}", w, got.gradients.get(n)) for n, w in want.gradients.items() if n in got.gradients]
-    pairs += [(f"buffer {n}", w, buffers.get(n)) for n, w in want.buffers.items()]
+    pairs += [(f"buffer {n}", w, buffers.get(n)) for n, w in wanted.items()]
     scales = [float(w.abs().max()) for _, w, _ in pairs if w is not None and w.is_floating_point() and w.numel()]
     largest = max([s for s in scales if s == s and s != float("inf")], default=1.0)
     for name, w, g in pairs:

@@ -22,9 +22,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
-from fxspeed.graph.ops import is_random, pointwise_name
+from fxspeed.graph.ops import module_of, pointwise_name
 from fxspeed.graph.regions import Region, bytes_of, extract, free_name, live_inputs, live_outputs
 from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured, Change, Pass, Skip
@@ -32,32 +34,24 @@ from fxspeed.passes.base import Captured, Change, Pass, Skip
 
 @dataclasses.dataclass(eq=False)
 class FusedRegion(Region):
-    """Pointwise operations compiled as one. `key` is equal for regions that share their compiled code."""
+    """Pointwise operations compiled as one. Regions with equal `key` share their compiled code."""
 
     key: tuple = ()
 
     decorator: ClassVar[str] = "compiled_by_inductor"
+    _shared: ClassVar[dict[tuple, Callable]] = {}
 
     def bind(self, root: nn.Module, body: Callable) -> Callable:
-        return _compiled(self.key, _Body(body))
+        if self.key not in self._shared:
+            module = fx.GraphModule(nn.Module(), self.graph)  # the region is closed: it reads its inputs alone
+            self._shared[self.key] = torch.compile(module, fullgraph=True, dynamic=True, options={"fallback_random": True})
+        return self._shared[self.key]
 
+    def simulate(self, root: nn.Module, body: Callable) -> Callable:
+        def run(*inputs: Any) -> Any:  # the compiled backward recomputes what is cheap: it keeps the inputs
+            return checkpoint(body, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
-class _Body:
-    """A callable that is equal to any other, so that the cache looks at the key alone."""
-
-    def __init__(self, run: Callable):
-        self.run = run
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Body)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=None)
-def _compiled(key: tuple, body: _Body) -> Callable:
-    return torch.compile(body.run, fullgraph=True, dynamic=True, options={"fallback_random": True})
+        return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +87,8 @@ class FusePointwise(Pass):
                     skip = Skip(self.name, label, f"fuse {len(group)} operations", reason, {"bytes": saved}, source)
                     records.setdefault((label, "skip"), skip)
                     continue
-                _fuse(trace, group)
                 ops = ", ".join(dict.fromkeys(pointwise_name(n, captured.root) for n in group))
+                _fuse(trace, captured.root, group)
                 change = Change(
                     self.name, label, f"{len(group)} operations fused ({ops})",
                     f"one kernel reads and writes {saved / 2**20:.1f} MiB less", {"bytes": saved},
@@ -157,23 +151,63 @@ def _traffic_saved(group: list[fx.Node]) -> int:
     return each - sum(bytes_of(n.meta["val"]) for n in (*live_inputs(group), *live_outputs(group)))
 
 
-def _fuse(trace: Trace, group: list[fx.Node]) -> None:
-    def make(graph: fx.Graph, constants: dict[str, Any]) -> FusedRegion:
-        facts = tuple(
-            (n.meta["val"].dtype, n.meta["val"].dim(), str(n.meta["val"].device))
-            for n in graph.nodes
-            if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
-        )
-        names: dict[str, int] = {}
-        code = tuple(
-            (n.op, str(n.target) if n.op != "placeholder" else "", str(fx.map_arg((n.args, n.kwargs), lambda a: names[a.name])))
-            for n in graph.nodes
-            if names.setdefault(n.name, len(names)) >= 0
-        )
-        modules = tuple(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
-        return FusedRegion(graph, constants, f"{len(group)} operations in one kernel", (code, facts, modules))
+def _fuse(trace: Trace, root: nn.Module, group: list[fx.Node]) -> None:
+    for node in group:
+        _as_function(node, trace, root)
 
-    extract(trace, group, free_name(trace, "fused"), make)
+    def make(graph: fx.Graph, constants: dict[str, Any]) -> FusedRegion:
+        return FusedRegion(graph, constants, f"{len(group)} operations in one kernel", _key(graph))
+
+    call = extract(trace, group, free_name(trace, "fused"), make, closed=True)
+    inputs = (n.meta.get("val") for n in call.all_input_nodes)
+    made = trace.constants[str(call.target)]
+    for name, other in trace.constants.items():  # one region serves all that are alike
+        if other is not made and isinstance(other, FusedRegion) and other.key == made.key:
+            del trace.constants[str(call.target)]
+            call.target = name
+            break
+    call.meta["saved"] = tuple(v for v in inputs if isinstance(v, torch.Tensor) and v.is_floating_point())
+
+
+def _as_function(node: fx.Node, trace: Trace, root: nn.Module) -> None:
+    """Write the call of a built-in module as that of its function, so that the region needs no module."""
+    module = module_of(node, root)
+    if module is None:
+        return
+    function, options = _FUNCTIONS[type(module)]
+    values = {option: getattr(module, attribute) for option, attribute in options.items()}
+    if isinstance(module, nn.Dropout):
+        values["training"] = trace.flags.get(str(node.target), module.training)
+    node.op, node.target = "call_function", function
+    node.kwargs = {**node.kwargs, **values}
+
+
+#: Class -> function, and the function's options with the attributes that hold them.
+_FUNCTIONS: dict[type[nn.Module], tuple[Callable, dict[str, str]]] = {
+    nn.ReLU: (F.relu, {}), nn.ReLU6: (F.relu6, {}), nn.GELU: (F.gelu, {"approximate": "approximate"}),
+    nn.SiLU: (F.silu, {}), nn.Mish: (F.mish, {}), nn.Hardswish: (F.hardswish, {}), nn.Hardsigmoid: (F.hardsigmoid, {}),
+    nn.Hardtanh: (F.hardtanh, {"min_val": "min_val", "max_val": "max_val"}),
+    nn.LeakyReLU: (F.leaky_relu, {"negative_slope": "negative_slope"}), nn.ELU: (F.elu, {"alpha": "alpha"}),
+    nn.CELU: (F.celu, {"alpha": "alpha"}), nn.SELU: (F.selu, {}),
+    nn.Softplus: (F.softplus, {"beta": "beta", "threshold": "threshold"}), nn.Softsign: (F.softsign, {}),
+    nn.LogSigmoid: (F.logsigmoid, {}), nn.Tanh: (torch.tanh, {}), nn.Sigmoid: (torch.sigmoid, {}),
+    nn.Tanhshrink: (F.tanhshrink, {}), nn.Dropout: (F.dropout, {"p": "p"}),
+}  # fmt: skip
+
+
+def _key(graph: fx.Graph) -> tuple:
+    """Equal for regions of the same operations on inputs of the same dtypes, ranks and devices, whatever their names."""
+    order = {n: f"v{i}" for i, n in enumerate(graph.nodes)}
+    code = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            facts = (value.dtype, value.dim(), str(value.device)) if isinstance(value, torch.Tensor) else (type(value),)
+            code.append(("input", *map(str, facts)))
+        else:
+            arguments = fx.map_arg((node.args, node.kwargs), lambda n: order[n])
+            code.append((node.op, str(node.target), str(arguments)))
+    return tuple(code)
 
 
 @functools.cache
@@ -193,6 +227,3 @@ def _no_compiler(device: torch.device) -> str:
         return "" if has_triton() else "Triton was not found (pip install triton)"
     return f"Inductor does not compile for {device.type} here"
 
-
-def draws(group: list[fx.Node], root: nn.Module) -> bool:
-    return any(is_random(n, root) for n in group)

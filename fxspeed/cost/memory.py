@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,12 +91,12 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
     from torch.utils.flop_counter import FlopCounterMode
 
     with preserved_rng(), contextlib.ExitStack() as stack:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
         clone = FakeClone(root, mode).module
         inputs = [mode.from_tensor(t.value.detach(), static_shapes=True) for t in trace.spec.tensors]
         for fake, leaf in zip(inputs, trace.spec.tensors, strict=True):
             fake.requires_grad_(leaf.value.requires_grad)
-        module = bind(trace.graph, trace.constants, clone, plain)
+        module = bind(trace.graph, trace.constants, clone, "plain" if plain else "simulate")
         counter = FlopCounterMode(display=False)
         stack.enter_context(mode)
         for parameter in clone.parameters():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 import re
 from typing import Any
@@ -88,6 +90,7 @@ def _value(node: fx.Node, root: nn.Module, constants: dict[str, Any]) -> str:
     if node.op == "call_method":
         if node.target in _METHODS and len(args) == 2 and not kwargs:
             return f"{expression(args[0])} {_METHODS[str(node.target)]} {expression(args[1])}"
+        kwargs = _telling(getattr(torch.Tensor, str(node.target), None), kwargs)
         return f"{expression(args[0])}.{node.target}({_arguments(args[1:], kwargs)})"
     if node.op == "call_module":
         return f"{path(str(node.target), root)}({_arguments(args, kwargs)})"
@@ -102,7 +105,7 @@ def _value(node: fx.Node, root: nn.Module, constants: dict[str, Any]) -> str:
         return f"{expression(args[0])}.{args[1]}"
     if isinstance(target, runtime.FunctionApply):
         return f"{target.cls.__name__}.apply({_arguments(args, kwargs)})"
-    return f"{function_name(target)}({_arguments(args, kwargs)})"
+    return f"{function_name(target)}({_arguments(args, _telling(target, kwargs))})"
 
 
 def function_name(target: Any) -> str:
@@ -145,6 +148,22 @@ def expression(value: Any) -> str:
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return f'float("{value}")'
     return repr(value)
+
+
+@functools.cache
+def _defaults(target: Any) -> dict[str, Any]:
+    """The keyword defaults of a Python function."""
+    try:
+        return {k: p.default for k, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
+    except (TypeError, ValueError):
+        return {}
+
+
+def _telling(target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that differ from the function's defaults."""
+    defaults = _defaults(target)
+    same = lambda k, v: k in defaults and type(v) is type(defaults[k]) and v == defaults[k]  # noqa: E731
+    return {k: v for k, v in kwargs.items() if not same(k, v)}
 
 
 def _arguments(args: Any, kwargs: dict[str, Any]) -> str:

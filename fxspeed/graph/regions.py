@@ -21,7 +21,7 @@ class Region(abc.ABC):
     It stands in `Trace.constants` under the name that its `call_module` node targets.
 
     Attributes:
-        graph: the nodes; placeholders are the region's inputs, the output is a tuple.
+        graph: the nodes; placeholders are the region's inputs; the output is a tensor, or a tuple of several.
         constants: what the graph reads beside the model's own parameters, buffers and modules.
         note: one line for the reader of the printed graph.
     """
@@ -36,11 +36,16 @@ class Region(abc.ABC):
     def bind(self, root: nn.Module, body: Callable) -> Callable:
         """The function that runs the region, given `body`, which runs its graph plainly on `root`."""
 
+    def simulate(self, root: nn.Module, body: Callable) -> Callable:
+        """Like `bind`, for fake tensors: keeps for backward what the region keeps, whatever it takes."""
+        return self.bind(root, body)
 
-def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, plain: bool = False) -> fx.GraphModule:
+
+def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, regions: str = "run") -> fx.GraphModule:
     """A GraphModule that runs `graph` on the modules and tensors of `root`, which it shares and does not copy.
 
-    With `plain`, regions run as the nodes they are made of.
+    Args:
+        regions: "run" as they are, "plain" as the nodes they are made of, or "simulate" on fake tensors.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph())
     for name in ("_parameters", "_buffers", "_modules"):
@@ -48,8 +53,8 @@ def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, plain: boo
     module.__dict__["training"] = root.training
     for name, value in constants.items():
         if isinstance(value, Region):
-            body = bind(value.graph, value.constants, root, plain)
-            value = body.forward if plain else value.bind(root, body.forward)
+            body = bind(value.graph, value.constants, root, regions).forward
+            value = body if regions == "plain" else (value.bind if regions == "run" else value.simulate)(root, body)
         module.__dict__[name] = value
     module.graph = graph
     return module
@@ -67,13 +72,16 @@ def live_outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if any(u not in inside for u in n.users)]
 
 
-def extract(trace: Trace, nodes: Sequence[fx.Node], name: str, make: Callable[[fx.Graph, dict], Region]) -> fx.Node:
+def extract(
+    trace: Trace, nodes: Sequence[fx.Node], name: str, make: Callable[[fx.Graph, dict], Region], closed: bool = False
+) -> fx.Node:
     """Move `nodes` (convex, in graph order) of `trace` into a region and call it where the last of them stood.
 
-    Every reader of the region's results must stand behind the last of `nodes`. Returns the call.
+    Every reader of the region's results must stand behind the last of `nodes`. Parameters that they read are read
+    inside the region, or with `closed` are its inputs. Returns the call.
     """
-    inputs = [n for n in live_inputs(nodes) if n.op != "get_attr"]
-    attributes = [n for n in live_inputs(nodes) if n.op == "get_attr"]
+    inputs = [n for n in live_inputs(nodes) if closed or n.op != "get_attr"]
+    attributes = [n for n in live_inputs(nodes) if not closed and n.op == "get_attr"]
     outputs = live_outputs(nodes)
     body = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -83,7 +91,7 @@ def extract(trace: Trace, nodes: Sequence[fx.Node], name: str, make: Callable[[f
     for node in (*attributes, *nodes):
         values[node] = body.node_copy(node, values.__getitem__)
         values[node].meta["mutates"] = tuple(values[m] for m in node.meta.get("mutates", ()) if m in values)
-    body.output(tuple(values[n] for n in outputs))
+    body.output(values[outputs[0]] if len(outputs) == 1 else tuple(values[n] for n in outputs))
     constants = {
         n.target: trace.constants[n.target]
         for n in body.nodes
@@ -95,16 +103,20 @@ def extract(trace: Trace, nodes: Sequence[fx.Node], name: str, make: Callable[[f
     with graph.inserting_after(last):
         call = graph.create_node("call_module", name, tuple(inputs))
     call.meta.update(source=nodes[0].meta.get("source", ""), path=nodes[0].meta.get("path", ""), region=True)
-    call.meta["val"] = tuple(n.meta["val"] for n in outputs)
+    call.meta["val"] = outputs[0].meta["val"] if len(outputs) == 1 else tuple(n.meta["val"] for n in outputs)
+    call.meta["saved"] = tuple(t for n in nodes for t in n.meta.get("saved", ()))
     call.meta["mutates"] = tuple(
         m for n in nodes for m in n.meta.get("mutates", ()) if m not in nodes and m.op != "get_attr"
     )
     after = call
     for i, node in enumerate(outputs):
-        with graph.inserting_after(after):
-            item = graph.create_node("call_function", operator.getitem, (call, i))
-        after = item
-        item.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "path")}
+        if len(outputs) == 1:
+            item = call
+        else:
+            with graph.inserting_after(after):
+                item = graph.create_node("call_function", operator.getitem, (call, i))
+            item.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "path")}
+            after = item
         node.replace_all_uses_with(item, lambda user, inside=set(nodes): user not in inside)
     for node in graph.nodes:  # metadata of others may name what has moved
         if moved := node.meta.get("mutates"):

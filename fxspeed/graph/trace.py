@@ -62,7 +62,12 @@ _DUNDERS = {f: n for n in (*_OPERATORS, *_REVERSED) if inspect.isfunction(f := g
 _READS = {"__float__": "float", "__int__": "int", "__index__": "int"}
 _REFUSED = {"backward", "register_hook", "retain_grad", "__bool__", "tolist", "numpy", "__array__", "data_ptr", "set_"}
 _LEAF_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Built-in modules that compute something else in training than in eval mode.
+_MODAL = (
+    nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase,
+    nn.TransformerEncoderLayer, nn.FractionalMaxPool2d,
+)  # fmt: skip
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _QUIET = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -89,7 +94,7 @@ class Trace:
         guard_source: the same, to read.
         constants: attributes of the graph that are no parameters or buffers: tensors, and (after passes) regions.
         leaves: modules that could not be opened.
-        flags: path -> training flag of the modules that were opened, with which the graph is right.
+        flags: path -> training flag, of opened modules and of built-in ones that have modes, with which it is right.
         training: whether the root was in training mode.
         autocast: the ambient autocast state it was captured under (see `runtime.ambient`).
         specialized: sizes named in `dynamic` that turned out to be fixed, in words.
@@ -350,7 +355,7 @@ class _Tracer:
         try:
             if is_leaf(module):
                 return self.leaf(module, path, original, args, kwargs)
-            if any(getattr(module, hooks) for hooks in _HOOKS):
+            if any(getattr(module, hooks) for hooks in HOOKS):
                 raise Untraceable("it has hooks")
             return self._open(module, path, original, args, kwargs)
         except Exception as error:
@@ -388,6 +393,8 @@ class _Tracer:
         mark = len(self.saved)
         with self._pause():
             output = original(module, *args, **kwargs)
+        if isinstance(module, _MODAL):
+            self.flags[path] = module.training
         node = self.graph.create_node("call_module", path, *inputs)
         self._facts(node, output, mark, [t for t, v in zip(watched, versions, strict=True) if t._version != v])
         node.meta["path"] = path
