@@ -2,6 +2,8 @@
 
 from fxspeed.errors import BudgetError, Error, VerificationError
 from fxspeed.optimize import optimize
+from fxspeed.passes.base import Change, Pass, Skip
 from fxspeed.result import Optimized
+from fxspeed.train.step import TrainStep
 
-__all__ = ["BudgetError", "Error", "Optimized", "VerificationError", "optimize"]
+__all__ = ["BudgetError", "Change", "Error", "Optimized", "Pass", "Skip", "TrainStep", "VerificationError", "optimize"]

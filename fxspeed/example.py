@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxspeed.graph.structure import map_tensors
 
 
-def real_inputs(args: Any, kwargs: dict[str, Any] | None, model: nn.Module, device: torch.device | None) -> tuple[tuple, dict]:
+def real_inputs(
+    args: Any, kwargs: dict[str, Any] | None, model: nn.Module, device: torch.device | None
+) -> tuple[tuple, dict]:
     """`args` as a tuple and `kwargs` as a dict, fake and meta tensors drawn anew on the device of the parameters.
 
     Floats are standard normal, integers zero (a valid index whatever the table), booleans true.

@@ -168,14 +168,14 @@ class OptimizedMixin:
         return _bare, (self._fxspeed_class,), vars(self).copy()
 
 
-def _bare(cls: type[nn.Module]) -> nn.Module:
-    made = cls.__new__(cls)
+def _bare(cls: Any) -> nn.Module:
+    made: nn.Module = object.__new__(cls)
     made.__class__ = optimized_class(cls)
     return made
 
 
 @functools.cache
-def optimized_class(cls: type[nn.Module]) -> type[nn.Module]:
+def optimized_class(cls: Any) -> type[nn.Module]:
     """The subclass of the user's class whose forward runs the program."""
     original = cls.forward
 
@@ -199,5 +199,6 @@ def optimized_class(cls: type[nn.Module]) -> type[nn.Module]:
 def drop_in(module: nn.Module, program: Program) -> nn.Module:
     """Make `module` run `program`. Its class becomes a subclass of its own; nothing else of it changes."""
     module.__dict__["_fxspeed"] = program
-    module.__class__ = optimized_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = optimized_class(kind)
     return module

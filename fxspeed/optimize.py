@@ -47,14 +47,14 @@ class Pipeline:
             for captured_trace in captured.traces.values():
                 if reason := edit.holds(captured_trace, module):
                     raise Error(
-                        f"for these inputs {getattr(edit, 'path', 'a layer')} is used in another way ({reason}), but its "
-                        "bias is gone; call optimize() with inputs of this kind, or leave drop_bias out of the passes"
+                        f"for these inputs {getattr(edit, 'path', 'a layer')} is used in another way ({reason}), but "
+                        "its bias is gone; call optimize() with inputs of this kind, or leave drop_bias out"
                     )
         before = dict(captured.traces)
         passes = tuple(p for p in self.passes if p.name != "drop_bias")
         captured, records, _ = self.rewrite(captured, passes)
         self.facts.add(records)
-        (mode, rewritten), = captured.traces.items()
+        ((mode, rewritten),) = captured.traces.items()
         return Entry(rewritten, before[mode])
 
     def capture(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], modes: Iterable[str]) -> Captured:
@@ -153,7 +153,9 @@ class Pipeline:
 
     def _specialized(self, captured: Captured) -> list[Skip]:
         words = dict.fromkeys(w for one in captured.traces.values() for w in one.specialized)
-        return [Skip("capture", "inputs", "keep the size dynamic", f"{w}; other sizes are captured anew") for w in words]
+        return [
+            Skip("capture", "inputs", "keep the size dynamic", f"{w}; other sizes are captured anew") for w in words
+        ]
 
 
 def _regions(constants: dict[str, Any]) -> Iterable[Region]:

@@ -44,7 +44,7 @@ class Optimized:
 
     @property
     def program(self) -> Program:
-        return self.module._fxspeed  # type: ignore[return-value]
+        return self.module._fxspeed
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -101,7 +101,13 @@ class Optimized:
         """Table of all changes and skips; `str()` prints it, `.to_dict()` is plain data."""
         from fxspeed.emit.report import Report
 
-        return Report(type(self.module).__name__, self.changes, self.skipped, self._pipeline.facts.timelines, self._pipeline.facts.seconds)
+        return Report(
+            type(self.module).__name__,
+            self.changes,
+            self.skipped,
+            self._pipeline.facts.timelines,
+            self._pipeline.facts.seconds,
+        )
 
     def original_state_dict(self) -> dict[str, torch.Tensor]:
         """A state dict that the user's class loads strictly and that gives it the same outputs."""

@@ -41,7 +41,7 @@ class Outcome:
 
 
 def captured_equals_eager(trace: Trace, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
-    """Empty if the captured graph gives what the model gives, bit for bit or within float rounding; else what differs."""
+    """Empty if the captured graph gives what the model gives, within float rounding; else what differs."""
     with preserved_rng():
         eager = _run(copy.deepcopy(model), lambda m, a, k: m(*a, **k), (args, kwargs), backward=False)
         graph = copy.deepcopy(model)
@@ -187,7 +187,9 @@ def _difference(want: Outcome, got: Outcome, rtol: float, edits: tuple[list, lis
         for edit in done:
             edit.restore(values)
     pairs = [(f"output {i}", w, g) for i, (w, g) in enumerate(zip(want.outputs, got.outputs, strict=True))]
-    pairs += [(f"the gradient of {n}", w, got.gradients.get(n)) for n, w in want.gradients.items() if n in got.gradients]
+    pairs += [
+        (f"the gradient of {n}", w, got.gradients.get(n)) for n, w in want.gradients.items() if n in got.gradients
+    ]
     pairs += [(f"buffer {n}", w, buffers.get(n)) for n, w in wanted.items()]
     scales = [float(w.abs().max()) for _, w, _ in pairs if w is not None and w.is_floating_point() and w.numel()]
     largest = max([s for s in scales if s == s and s != float("inf")], default=1.0)
@@ -221,7 +223,7 @@ def _raised(graph: fx.Graph) -> fx.Graph:
     """The graph with float64 wherever it names a smaller float dtype."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
-    raise_dtype = lambda a: torch.float64 if isinstance(a, torch.dtype) and a in _REDUCED else a  # noqa: E731
+    raise_dtype = lambda a: torch.float64 if isinstance(a, torch.dtype) and a in _REDUCED else a
     for node in copied.nodes:
         node.args = map_aggregate(node.args, raise_dtype)
         node.kwargs = map_aggregate(node.kwargs, raise_dtype)

@@ -44,10 +44,24 @@ _FLOAT32 = frozenset(
 )
 _REFUSED = frozenset(["binary_cross_entropy"])
 _FLOAT32_MODULES = (
-    nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.CrossEntropyLoss, nn.MSELoss,
-    nn.NLLLoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.Softplus,
-    nn.CTCLoss, nn.CosineSimilarity,
-)  # fmt: skip
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.Softmax2d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.CrossEntropyLoss,
+    nn.MSELoss,
+    nn.NLLLoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+    nn.Softplus,
+    nn.CTCLoss,
+    nn.CosineSimilarity,
+)
 
 
 def choose(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:
@@ -134,7 +148,9 @@ def _islands(graph: fx.Graph, constants: dict, root: nn.Module, device: torch.de
         refused = name in _REFUSED or isinstance(module, nn.BCELoss)
         if not refused and not (name in _FLOAT32 or isinstance(module, _FLOAT32_MODULES)):
             continue
-        inputs = [n for n in node.all_input_nodes if _is_float(n) and n.op != "get_attr" and not node.meta.get("writes")]
+        inputs = [
+            n for n in node.all_input_nodes if _is_float(n) and n.op != "get_attr" and not node.meta.get("writes")
+        ]
         if not inputs:
             continue
         with graph.inserting_before(node):

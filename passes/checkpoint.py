@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -102,7 +103,11 @@ class Checkpoint(Pass):
         limit = budget * plain.peak if isinstance(budget, float) else parse_bytes(budget) - base
         limit -= workspace(trace, root) * (1 - min(limit / plain.peak, 1) if isinstance(budget, float) else 1)
         if plain.peak <= limit or budget == 1.0:
-            return [Skip(self.name, "the whole model", "recompute", f"the step's peak of {_mib(plain.peak)} fits the budget")]
+            return [
+                Skip(
+                    self.name, "the whole model", "recompute", f"the step's peak of {_mib(plain.peak)} fits the budget"
+                )
+            ]
         model = StepModel(trace, root)
         chosen, timeline = self._search(captured, model, limit)
         if chosen is None:
@@ -143,7 +148,9 @@ class Checkpoint(Pass):
         """Ways to cut the graph: k stretches of like weight, of which the first m are recomputed."""
         count = len(model.nodes)
         crossing = model.crossing()
-        weight = [sum(model.size[k] for k in model.makes[i] if any(k in s for s in (model.saves[i],))) for i in range(count)]
+        weight = [
+            sum(model.size[k] for k in model.makes[i] if any(k in s for s in (model.saves[i],))) for i in range(count)
+        ]
         for i in range(count):
             weight[i] += sum(model.size[k] for k in model.saves[i] if model.maker[k] != i)
         sums = [0]
@@ -159,7 +166,7 @@ class Checkpoint(Pass):
                 if window:
                     cuts.append(min(window, key=lambda p: (crossing[p], abs(sums[p] - total * j / k))))
             cuts.append(count)
-            stretches = [p for a, b in zip(cuts, cuts[1:], strict=False) for p in model.pieces((a, b))]
+            stretches = [p for a, b in itertools.pairwise(cuts) for p in model.pieces((a, b))]
             stretches = [s for s in stretches if any(model.saves[s[0] : s[1]])]
             ends = sorted({*range(1, len(stretches) + 1)} if k <= 16 else {len(stretches), len(stretches) * 3 // 4})
             for m in ends:
@@ -174,7 +181,9 @@ class Checkpoint(Pass):
         for start, stop in segments:
             nodes = model.nodes[start:stop]
             freed = sum(
-                {k: model.size[k] for i in range(start, stop) for k in model.saves[i] if model.maker[k] >= start}.values()
+                {
+                    k: model.size[k] for i in range(start, stop) for k in model.saves[i] if model.maker[k] >= start
+                }.values()
             )
             work = model.work((start, stop))
             first, last = nodes[0], nodes[-1]
@@ -182,9 +191,12 @@ class Checkpoint(Pass):
             name = _extract(trace, root, nodes, note)
             records.append(
                 Change(
-                    self.name, name, f"{first.name} to {last.name} ({len(nodes)} nodes) recomputed in backward",
-                    "the memory budget", {"bytes": freed, "flops": -work},
-                )  # fmt: skip
+                    self.name,
+                    name,
+                    f"{first.name} to {last.name} ({len(nodes)} nodes) recomputed in backward",
+                    "the memory budget",
+                    {"bytes": freed, "flops": -work},
+                )
             )
         captured.options["planned_timeline"] = timeline
         return records
@@ -204,9 +216,11 @@ def _extract(trace: Trace, root: nn.Module, nodes: list, note: str = "") -> str:
                 buffers += [f"{part.target}.{b}" for b, value in module.named_buffers() if value is not None]
             buffers += [str(a.target) for a in part.meta.get("mutates", ()) if a.op == "get_attr"]
     extract(
-        trace, nodes, name,
+        trace,
+        nodes,
+        name,
         lambda graph, constants: CheckpointRegion(graph, constants, note, tuple(dict.fromkeys(buffers)), random),
-    )  # fmt: skip
+    )
     return name
 
 
@@ -218,7 +232,9 @@ def parse_bytes(budget: int | str) -> int:
     """
     if isinstance(budget, int):
         return budget
-    units = {"": 1, "b": 1} | {f"{p}{s}": b**e for e, p in enumerate("kmgt", 1) for s, b in (("b", 1000), ("ib", 1024), ("", 1024))}
+    units = {"": 1, "b": 1} | {
+        f"{p}{s}": b**e for e, p in enumerate("kmgt", 1) for s, b in (("b", 1000), ("ib", 1024), ("", 1024))
+    }
     text = budget.strip().lower()
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
     try:
@@ -236,7 +252,7 @@ def _resident_bytes(root: nn.Module) -> int:
 def _refusal(budget: Any, timeline: Any, plain: int, base: int, trace: Trace) -> str:
     where = "; ".join(f"{_mib(size)} {label} ({source})" for size, label, source in largest(trace))
     if timeline is None:
-        return f"memory budget {budget} cannot be met: no part of the graph can be recomputed. Largest tensors kept: {where}"
+        return f"memory budget {budget} cannot be met: no part of the graph can be recomputed. Largest tensors: {where}"
     least = timeline.peak + base
     share = f" ({timeline.peak / plain:.3f} of the plain step's)" if not base else ""
     return (

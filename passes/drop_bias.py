@@ -62,9 +62,12 @@ class DropBias(Pass):
             output = next(bytes_of(n.meta["val"]) for use in uses.values() for n in use.calls)
             records.append(
                 Change(
-                    self.name, path, "bias dropped", f"{norms} subtracts it again",
+                    self.name,
+                    path,
+                    "bias dropped",
+                    f"{norms} subtracts it again",
                     {"bytes": 4 * bytes_of(bias), "flops": 2 * output // bias.element_size()},
-                )  # fmt: skip
+                )
             )
         return records
 
@@ -121,8 +124,10 @@ class _Uses:
                 self.refused = f"it also runs inside {node.target}, which stays as it is"
             elif (node.op == "call_module" and node.target == path) or _reads_bias(node, f"{path}.bias"):
                 self.calls.append(node)
-            elif node.op == "get_attr" and node.target == f"{path}.bias" and not all(
-                _reads_bias(u, node.target) and node not in u.args[:2] for u in node.users
+            elif (
+                node.op == "get_attr"
+                and node.target == f"{path}.bias"
+                and not all(_reads_bias(u, node.target) and node not in u.args[:2] for u in node.users)
             ):
                 self.refused = "its bias is read elsewhere"
         training = trace.training
@@ -171,9 +176,11 @@ class _Uses:
             return "the norm works on another axis"
         if mean is not None:
             same = [
-                n for n in trace.graph.nodes
-                if n is not node and (n.op == "call_module" and f"{n.target}.running_mean" == mean or argument_is(n, mean))
-            ]  # fmt: skip
+                n
+                for n in trace.graph.nodes
+                if n is not node
+                and ((n.op == "call_module" and f"{n.target}.running_mean" == mean) or argument_is(n, mean))
+            ]
             if same:
                 return "the norm serves several layers"
             self.means.add(mean)

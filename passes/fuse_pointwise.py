@@ -44,7 +44,9 @@ class FusedRegion(Region):
     def bind(self, root: nn.Module, body: Callable) -> Callable:
         if self.key not in self._shared:
             module = fx.GraphModule(nn.Module(), self.graph)  # the region is closed: it reads its inputs alone
-            self._shared[self.key] = torch.compile(module, fullgraph=True, dynamic=True, options={"fallback_random": True})
+            self._shared[self.key] = torch.compile(
+                module, fullgraph=True, dynamic=True, options={"fallback_random": True}
+            )
         return self._shared[self.key]
 
     def simulate(self, root: nn.Module, body: Callable) -> Callable:
@@ -90,9 +92,12 @@ class FusePointwise(Pass):
                 ops = ", ".join(dict.fromkeys(pointwise_name(n, captured.root) for n in group))
                 _fuse(trace, captured.root, group)
                 change = Change(
-                    self.name, label, f"{len(group)} operations fused ({ops})",
-                    f"one kernel reads and writes {saved / 2**20:.1f} MiB less", {"bytes": saved},
-                )  # fmt: skip
+                    self.name,
+                    label,
+                    f"{len(group)} operations fused ({ops})",
+                    f"one kernel reads and writes {saved / 2**20:.1f} MiB less",
+                    {"bytes": saved},
+                )
                 records.setdefault((label, mode if records.get((label, "train")) is None else "train"), change)
         return list(records.values())
 
@@ -113,7 +118,9 @@ def _groups(trace: Trace, root: nn.Module) -> list[list[fx.Node]]:
             open_groups = []
         if not pointwise_name(node, root) or _reads_number(node):
             continue
-        candidates = [member[i] for i in node.all_input_nodes if i in member and any(member[i] is g for g in open_groups)]
+        candidates = [
+            member[i] for i in node.all_input_nodes if i in member and any(member[i] is g for g in open_groups)
+        ]
         joined = next((g for g in candidates if _may_join(g, node, position)), None)
         if joined is None:
             joined = []
@@ -184,19 +191,30 @@ def _as_function(node: fx.Node, trace: Trace, root: nn.Module) -> None:
 
 #: Class -> function, and the function's options with the attributes that hold them.
 _FUNCTIONS: dict[type[nn.Module], tuple[Callable, dict[str, str]]] = {
-    nn.ReLU: (F.relu, {}), nn.ReLU6: (F.relu6, {}), nn.GELU: (F.gelu, {"approximate": "approximate"}),
-    nn.SiLU: (F.silu, {}), nn.Mish: (F.mish, {}), nn.Hardswish: (F.hardswish, {}), nn.Hardsigmoid: (F.hardsigmoid, {}),
+    nn.ReLU: (F.relu, {}),
+    nn.ReLU6: (F.relu6, {}),
+    nn.GELU: (F.gelu, {"approximate": "approximate"}),
+    nn.SiLU: (F.silu, {}),
+    nn.Mish: (F.mish, {}),
+    nn.Hardswish: (F.hardswish, {}),
+    nn.Hardsigmoid: (F.hardsigmoid, {}),
     nn.Hardtanh: (F.hardtanh, {"min_val": "min_val", "max_val": "max_val"}),
-    nn.LeakyReLU: (F.leaky_relu, {"negative_slope": "negative_slope"}), nn.ELU: (F.elu, {"alpha": "alpha"}),
-    nn.CELU: (F.celu, {"alpha": "alpha"}), nn.SELU: (F.selu, {}),
-    nn.Softplus: (F.softplus, {"beta": "beta", "threshold": "threshold"}), nn.Softsign: (F.softsign, {}),
-    nn.LogSigmoid: (F.logsigmoid, {}), nn.Tanh: (torch.tanh, {}), nn.Sigmoid: (torch.sigmoid, {}),
-    nn.Tanhshrink: (F.tanhshrink, {}), nn.Dropout: (F.dropout, {"p": "p"}),
-}  # fmt: skip
+    nn.LeakyReLU: (F.leaky_relu, {"negative_slope": "negative_slope"}),
+    nn.ELU: (F.elu, {"alpha": "alpha"}),
+    nn.CELU: (F.celu, {"alpha": "alpha"}),
+    nn.SELU: (F.selu, {}),
+    nn.Softplus: (F.softplus, {"beta": "beta", "threshold": "threshold"}),
+    nn.Softsign: (F.softsign, {}),
+    nn.LogSigmoid: (F.logsigmoid, {}),
+    nn.Tanh: (torch.tanh, {}),
+    nn.Sigmoid: (torch.sigmoid, {}),
+    nn.Tanhshrink: (F.tanhshrink, {}),
+    nn.Dropout: (F.dropout, {"p": "p"}),
+}
 
 
 def _key(graph: fx.Graph) -> tuple:
-    """Equal for regions of the same operations on inputs of the same dtypes, ranks and devices, whatever their names."""
+    """Equal for regions of the same operations on inputs of the same dtypes, ranks and devices."""
     order = {n: f"v{i}" for i, n in enumerate(graph.nodes)}
     code = []
     for node in graph.nodes:
@@ -220,10 +238,11 @@ def _no_compiler(device: torch.device) -> str:
             get_cpp_compiler()
         except Exception:
             return "no C++ compiler was found (install g++ or set CXX)"
-        return "" if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++") else "no C++ compiler was found"
+        return (
+            "" if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++") else "no C++ compiler was found"
+        )
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
         return "" if has_triton() else "Triton was not found (pip install triton)"
     return f"Inductor does not compile for {device.type} here"
-

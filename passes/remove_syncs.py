@@ -5,7 +5,8 @@ Rule, each with its own conditions:
   (detached: to autograd a Python number is a constant), in float64 or int64 as Python has it, cast where the result's
   dtype would differ from eager's. A number that decides a shape, an index or an output stays, and is reported.
 - `torch.tensor(...)`, `torch.arange(...)` and the like, with all that is computed from them alone: built once.
-  Not when something writes into the result or returns it. They are no parameters or buffers: the state dict is as before.
+  Not when something writes into the result or returns it. They are no parameters or buffers: no new keys in the state
+  dict.
 - Tensors made on the host and then moved are made on the device. Random ones are not: their generator would change.
 - A copy to the host and back is left out.
 
@@ -35,9 +36,15 @@ _ARITHMETIC = frozenset(
     clamp clamp_min clamp_max clip lerp""".split()
 )
 _NUMBER_OPS: dict[Any, Callable] = {
-    operator.add: torch.add, operator.sub: torch.sub, operator.mul: torch.mul, operator.truediv: torch.true_divide,
-    operator.pow: torch.pow, operator.neg: torch.neg, operator.floordiv: torch.floor_divide, operator.mod: torch.remainder,
-}  # fmt: skip
+    operator.add: torch.add,
+    operator.sub: torch.sub,
+    operator.mul: torch.mul,
+    operator.truediv: torch.true_divide,
+    operator.pow: torch.pow,
+    operator.neg: torch.neg,
+    operator.floordiv: torch.floor_divide,
+    operator.mod: torch.remainder,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +85,20 @@ class RemoveSyncs(Pass):
                 continue
             _keep_on_device(trace, node, numbers, plan)
             records.append(
-                Change(self.name, node.name, ".item() stays on the device", "its uses are arithmetic with tensors", {"host_reads": 1})
+                Change(
+                    self.name,
+                    node.name,
+                    ".item() stays on the device",
+                    "its uses are arithmetic with tensors",
+                    {"host_reads": 1},
+                )
             )
         return records
 
     def _stays(self, node: fx.Node, name: str, reason: str) -> Skip:
-        return Skip(self.name, node.name, f"{name} read by the host", reason, {"host_reads": 1}, node.meta.get("source", ""))
+        return Skip(
+            self.name, node.name, f"{name} read by the host", reason, {"host_reads": 1}, node.meta.get("source", "")
+        )
 
     # ------------------------------------------------------------------ made or moved on the wrong device
     def _moves(self, trace: Trace) -> list[Change | Skip]:
@@ -95,7 +110,11 @@ class RemoveSyncs(Pass):
             here, there = source.meta.get("val"), node.meta["val"]
             if not isinstance(here, torch.Tensor) or here.dtype != there.dtype or _escapes(trace, node):
                 continue
-            if here.device != there.device and name_of(source) in FACTORIES - {"as_tensor", "from_numpy"} and len(source.users) == 1:
+            if (
+                here.device != there.device
+                and name_of(source) in FACTORIES - {"as_tensor", "from_numpy"}
+                and len(source.users) == 1
+            ):
                 source.update_kwarg("device", there.device)
                 source.meta["val"] = there
                 what, why = f"made on {there.device}", f"it was made on {here.device} and copied"
@@ -106,7 +125,10 @@ class RemoveSyncs(Pass):
                 and origin.meta["val"].dtype == there.dtype
             ):
                 source = origin
-                what, why = "copy to the host and back left out", f"it went from {there.device} to {here.device} and back"
+                what, why = (
+                    "copy to the host and back left out",
+                    f"it went from {there.device} to {here.device} and back",
+                )
             else:
                 continue
             node.replace_all_uses_with(source)
@@ -135,9 +157,14 @@ class RemoveSyncs(Pass):
                 continue  # cheap to make, dear to keep
             if _escapes(trace, node):
                 records.append(
-                    Skip(self.name, node.name, f"{name_of(origin)}() built once", "it is written into or returned",
-                         source=node.meta.get("source", ""))
-                )  # fmt: skip
+                    Skip(
+                        self.name,
+                        node.name,
+                        f"{name_of(origin)}() built once",
+                        "it is written into or returned",
+                        source=node.meta.get("source", ""),
+                    )
+                )
                 continue
             name = free_name(trace, "constant")
             with torch.inference_mode(False), torch.no_grad():
@@ -166,7 +193,11 @@ def _number_uses(item: fx.Node) -> tuple[list[fx.Node], str]:
                     numbers.append(user)
             elif user.target in (torch.sym_float, float) and user not in numbers:
                 numbers.append(user)
-            elif name_of(user) not in _ARITHMETIC or user.meta.get("writes") or not isinstance(user.meta.get("val"), torch.Tensor):
+            elif (
+                name_of(user) not in _ARITHMETIC
+                or user.meta.get("writes")
+                or not isinstance(user.meta.get("val"), torch.Tensor)
+            ):
                 return numbers, f"{name_of(user) or user.target} needs it on the host"
     return numbers, reason
 
@@ -208,7 +239,8 @@ def _python_dtype(number: fx.Node) -> torch.dtype:
 
 
 def _keep_on_device(trace: Trace, item: fx.Node, numbers: list[fx.Node], plan: dict[fx.Node, Any]) -> None:
-    graph, tensors = trace.graph, {}
+    graph = trace.graph
+    tensors: dict[fx.Node, fx.Node] = {}
 
     def make(op: str, target: Any, args: tuple, like: fx.Node, dtype: torch.dtype) -> fx.Node:
         node = graph.create_node(op, target, args)
@@ -280,5 +312,9 @@ def _first(node: fx.Node, constant: set[fx.Node]) -> fx.Node:
 def _evaluate(node: fx.Node, done: dict[fx.Node, Any]) -> Any:
     if node not in done:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, done))
-        done[node] = getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
+        done[node] = (
+            getattr(args[0], node.target)(*args[1:], **kwargs)
+            if node.op == "call_method"
+            else node.target(*args, **kwargs)
+        )
     return done[node]

@@ -158,4 +158,3 @@ def largest(trace: Trace, count: int = 10) -> list[tuple[int, str, str]]:
                 label = f"{at.meta.get('path') or 'the model'}: {at.name}"
                 found[key] = (bytes_of(tensor), label, at.meta.get("source", ""))
     return sorted(found.values(), reverse=True)[:count]
-

@@ -60,7 +60,9 @@ class StepModel:
                     self.makes[i].append(key)
                 if tensor.requires_grad:
                     self.needs_grad.add(key)
-            reads = {t.untyped_storage()._cdata for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))} - fixed
+            reads = {
+                t.untyped_storage()._cdata for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))
+            } - fixed
             self.reads.append(reads)
             for key in reads:
                 self.last_read[key] = i
@@ -80,7 +82,7 @@ class StepModel:
         self.written: dict[int, list[int]] = defaultdict(list)
         for i, node in enumerate(self.nodes):
             for target in node.meta.get("mutates", ()):
-                if target.op == "get_attr" or target not in index and target.op != "placeholder":
+                if target.op == "get_attr" or (target not in index and target.op != "placeholder"):
                     continue
                 for tensor in _tensors(target.meta.get("val")):
                     self.written[tensor.untyped_storage()._cdata].append(i)
@@ -89,9 +91,14 @@ class StepModel:
     @staticmethod
     def _closes(node: fx.Node) -> bool:
         """Whether a node may be part of no region."""
-        return bool(node.meta.get("opaque")) or (
-            node.op == "call_function" and (node.target in runtime.SIDE_EFFECTS or name_of(node) == "set_grad_enabled")
-        ) or node.meta.get("constructs", False)  # fmt: skip
+        return (
+            bool(node.meta.get("opaque"))
+            or (
+                node.op == "call_function"
+                and (node.target in runtime.SIDE_EFFECTS or name_of(node) == "set_grad_enabled")
+            )
+            or node.meta.get("constructs", False)
+        )
 
     def valid(self, segment: Segment) -> bool:
         """Whether running the nodes again gives the same values: nothing they read or write changes in between."""
@@ -241,7 +248,9 @@ class StepModel:
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)] if isinstance(value, (tuple, list, dict)) else []
+    return (
+        [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)] if isinstance(value, (tuple, list, dict)) else []
+    )
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -250,6 +259,4 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _parameter_storages(graph: fx.Graph) -> list[int]:
     """Storages of parameters that modules keep for backward without a node of the graph naming them."""
-    return [
-        t.untyped_storage()._cdata for n in graph.nodes for t in n.meta.get("saved", ()) if _is_parameter(t)
-    ]
+    return [t.untyped_storage()._cdata for n in graph.nodes for t in n.meta.get("saved", ()) if _is_parameter(t)]

@@ -27,7 +27,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: strings, numbers, lists and dicts."""
         memory = {
-            name: {"peak": t.peak, "held": t.held, "flops": t.flops, "live": list(t.live)} for name, t in self.timelines.items()
+            name: {"peak": t.peak, "held": t.held, "flops": t.flops, "live": list(t.live)}
+            for name, t in self.timelines.items()
         }
         return {
             "model": self.model,
@@ -70,7 +71,9 @@ def _grouped(records: Sequence[Change | Skip], most: int = 40) -> list[tuple[str
     """Rows of the table; equal changes at several places share one."""
     groups: dict[tuple[str, str], list[Change | Skip]] = {}
     for record in records:
-        groups.setdefault((record.pass_name, record.what if isinstance(record, Change) else record.why), []).append(record)
+        groups.setdefault((record.pass_name, record.what if isinstance(record, Change) else record.why), []).append(
+            record
+        )
     rows = []
     for (name, _), same in groups.items():
         what, why = same[0].what, same[0].why

@@ -17,18 +17,67 @@ from fxspeed.graph.regions import Region
 from fxspeed.graph.structure import Build, Constant
 
 _INFIX = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
-    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
-    operator.xor: "^", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
-    operator.eq: "==", operator.ne: "!=", operator.lshift: "<<", operator.rshift: ">>",
-}  # fmt: skip
-_INPLACE = {getattr(operator, f"i{n}"): s for n, s in (("add", "+="), ("sub", "-="), ("mul", "*="), ("truediv", "/="), ("pow", "**="), ("and", "&="), ("or", "|="))}  # fmt: skip # noqa: E501
-_METHODS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/", "pow": "**", "matmul": "@", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}  # fmt: skip # noqa: E501
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.matmul: "@",
+    operator.and_: "&",
+    operator.or_: "|",
+    operator.xor: "^",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lshift: "<<",
+    operator.rshift: ">>",
+}
+_INPLACE = {
+    getattr(operator, f"i{n}"): s
+    for n, s in (
+        ("add", "+="),
+        ("sub", "-="),
+        ("mul", "*="),
+        ("truediv", "/="),
+        ("pow", "**="),
+        ("and", "&="),
+        ("or", "|="),
+    )
+}
+_METHODS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "true_divide": "/",
+    "pow": "**",
+    "matmul": "@",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+}
 _DTYPES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-    torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
 
 
 def render(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, name: str = "forward", note: str = "") -> str:
@@ -77,7 +126,12 @@ def _statement(node: fx.Node, root, constants, sizes, depth) -> tuple[str, str, 
     if node.target is operator.setitem:
         target, key, new = node.args
         return f"{expression(target)}[{_index(key)}] = {expression(new)}", comment, depth, depth
-    if node.target in _INPLACE and len(node.args) == 2 and isinstance(node.args[0], fx.Node) and node.args[0].op != "get_attr":
+    if (
+        node.target in _INPLACE
+        and len(node.args) == 2
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].op != "get_attr"
+    ):
         left, right = map(expression, node.args)
         return f"{left} {_INPLACE[node.target]} {right}; {node.name} = {left}", comment, depth, depth
     if not node.users and node.meta.get("writes"):
@@ -162,7 +216,7 @@ def _defaults(target: Any) -> dict[str, Any]:
 def _telling(target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments that differ from the function's defaults."""
     defaults = _defaults(target)
-    same = lambda k, v: k in defaults and type(v) is type(defaults[k]) and v == defaults[k]  # noqa: E731
+    same = lambda k, v: k in defaults and type(v) is type(defaults[k]) and v == defaults[k]
     return {k: v for k, v in kwargs.items() if not same(k, v)}
 
 

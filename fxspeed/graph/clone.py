@@ -39,4 +39,3 @@ class FakeClone:
         self.module_paths: dict[int, str] = {}
         for path, module in self.module.named_modules():
             self.module_paths.setdefault(id(module), path)
-

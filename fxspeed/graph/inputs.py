@@ -142,7 +142,9 @@ def _describe(spec: InputSpec, value: Any, name: str, access: str) -> None:
     elif isinstance(value, CONSTANTS):
         kind, same = spec.const(type(value)), spec.const(value)
         nan = isinstance(value, float) and value != value
-        spec.checks.append(f"type({access}) is {kind} and " + (f"{access} != {access}" if nan else f"{access} == {same}"))
+        spec.checks.append(
+            f"type({access}) is {kind} and " + (f"{access} != {access}" if nan else f"{access} == {same}")
+        )
     elif type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         spec.checks.append(f"type({access}) is {spec.const(type(value))} and len({access}) == {len(value)}")
         for i, item in enumerate(value):

@@ -11,11 +11,28 @@ from torch import fx, nn
 _OPERATOR_NAMES = {
     getattr(operator, name): plain
     for name, plain in {
-        "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
-        "pow": "pow", "matmul": "matmul", "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "lt": "lt",
-        "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "neg": "neg", "invert": "bitwise_not", "abs": "abs",
+        "add": "add",
+        "sub": "sub",
+        "mul": "mul",
+        "truediv": "div",
+        "floordiv": "floor_divide",
+        "mod": "remainder",
+        "pow": "pow",
+        "matmul": "matmul",
+        "and_": "bitwise_and",
+        "or_": "bitwise_or",
+        "xor": "bitwise_xor",
+        "lt": "lt",
+        "le": "le",
+        "gt": "gt",
+        "ge": "ge",
+        "eq": "eq",
+        "ne": "ne",
+        "neg": "neg",
+        "invert": "bitwise_not",
+        "abs": "abs",
     }.items()
-}  # fmt: skip
+}
 
 #: Elementwise operations, by the name of the function or method.
 POINTWISE = frozenset(
@@ -31,11 +48,26 @@ POINTWISE = frozenset(
 )
 
 _POINTWISE_MODULES: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu", nn.ReLU6: "relu6", nn.GELU: "gelu", nn.SiLU: "silu", nn.Mish: "mish", nn.Hardswish: "hardswish",
-    nn.Hardsigmoid: "hardsigmoid", nn.Hardtanh: "hardtanh", nn.LeakyReLU: "leaky_relu", nn.ELU: "elu", nn.CELU: "celu",
-    nn.SELU: "selu", nn.Softplus: "softplus", nn.Softsign: "softsign", nn.LogSigmoid: "logsigmoid", nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid", nn.Tanhshrink: "tanhshrink", nn.Dropout: "dropout",
-}  # fmt: skip
+    nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.Mish: "mish",
+    nn.Hardswish: "hardswish",
+    nn.Hardsigmoid: "hardsigmoid",
+    nn.Hardtanh: "hardtanh",
+    nn.LeakyReLU: "leaky_relu",
+    nn.ELU: "elu",
+    nn.CELU: "celu",
+    nn.SELU: "selu",
+    nn.Softplus: "softplus",
+    nn.Softsign: "softsign",
+    nn.LogSigmoid: "logsigmoid",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanhshrink: "tanhshrink",
+    nn.Dropout: "dropout",
+}
 
 CONVOLUTIONS = frozenset(f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3))
 CONVOLUTION_MODULES = (nn.modules.conv._ConvNd,)
@@ -76,7 +108,9 @@ def pointwise_name(node: fx.Node, root: nn.Module) -> str:
     module = module_of(node, root)
     if module is not None:
         kind = _POINTWISE_MODULES.get(type(module), "")
-        plain = not getattr(module, "inplace", False) and not any(module._forward_hooks or module._forward_pre_hooks or ())
+        plain = not getattr(module, "inplace", False) and not any(
+            module._forward_hooks or module._forward_pre_hooks or ()
+        )
         return kind if plain else ""
     name = name_of(node)
     if name not in POINTWISE or node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
@@ -95,7 +129,8 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
     if module is None:
         return name_of(node) in RANDOM
     return any(
-        isinstance(m, (nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)) for m in module.modules()
+        isinstance(m, (nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase))
+        for m in module.modules()
     )
 
 

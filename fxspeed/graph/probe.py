@@ -77,7 +77,11 @@ class Probe:
         """The example batch size, where it may change."""
         if "batch" not in self.dynamic and 0 not in self.dynamic:
             return None
-        sizes = [leaf.value.shape[0] for leaf in describe(self.model.forward, self.args, self.kwargs).tensors if leaf.value.dim()]
+        sizes = [
+            leaf.value.shape[0]
+            for leaf in describe(self.model.forward, self.args, self.kwargs).tensors
+            if leaf.value.dim()
+        ]
         return sizes[0] if sizes and sizes[0] > 1 else None
 
     def _run(self, more: int) -> dict[tuple[str, int], Any]:
@@ -90,7 +94,9 @@ class Probe:
         def remember(path: str):
             def hook(_module, _inputs, output):
                 calls[path] = calls.get(path, -1) + 1
-                seen[path, calls[path]] = map_tensors(output, lambda t: t.detach().requires_grad_(t.requires_grad), torch.Tensor)
+                seen[path, calls[path]] = map_tensors(
+                    output, lambda t: t.detach().requires_grad_(t.requires_grad), torch.Tensor
+                )
 
             return hook
 
@@ -108,5 +114,7 @@ class Probe:
         except Exception as error:
             if not more:
                 raise
-            raise Untraceable(f"the model does not run with a batch one larger ({type(error).__name__}: {error})") from error
+            raise Untraceable(
+                f"the model does not run with a batch one larger ({type(error).__name__}: {error})"
+            ) from error
         return seen

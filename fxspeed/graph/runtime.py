@@ -107,6 +107,4 @@ def ambient() -> tuple:
     """The autocast state around a call: a graph is right for the state it was captured under."""
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
         return ()
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))

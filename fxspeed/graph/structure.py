@@ -77,7 +77,7 @@ class Build:
         self.__name__, self.__module__ = cls.__name__, cls.__module__
 
     def __call__(self, **attributes: Any) -> Any:
-        instance = self.cls.__new__(self.cls)
+        instance: Any = object.__new__(self.cls)
         vars(instance).update(attributes)
         return instance
 
@@ -113,7 +113,7 @@ def encode(value: Any, arg: Callable[[Any], Any], graph: fx.Graph, originals: di
         return node
 
     def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) or isinstance(value, SYMS) or isinstance(value, CONSTANTS):
+        if isinstance(value, (torch.Tensor, *SYMS, *CONSTANTS)):
             return arg(value)
         if value is Ellipsis or isinstance(value, torch.Size):
             return arg(value)
@@ -140,7 +140,7 @@ def encode(value: Any, arg: Callable[[Any], Any], graph: fx.Graph, originals: di
             return call(set, [walk(v) for v in value])
         if id(value) in originals:
             return call(Constant(originals[id(value)]))
-        if isinstance(value, type) or callable(value) and not hasattr(value, "__dict__"):
+        if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
             return call(Constant(value))
         if dataclasses.is_dataclass(value) and all(f.init for f in dataclasses.fields(value)):
             fields = {f.name: walk(getattr(value, f.name)) for f in dataclasses.fields(value)}

@@ -17,7 +17,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxspeed.errors import Untraceable
 
-Sym = torch.SymInt | torch.SymFloat | torch.SymBool
+Sym = Any  # torch.SymInt, torch.SymFloat or torch.SymBool
 SYMS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

@@ -43,7 +43,21 @@ from fxspeed.graph.symbols import SYMS, Symbols
 _OPERATORS: dict[str, Callable] = {
     f"__{prefix}{name}__": getattr(operator, prefix + (name + "_" if name in ("and", "or") else name))
     for prefix in ("", "i")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
     if not (prefix == "i" and name in ("and", "or"))
 } | {
     "__iand__": operator.iand,
@@ -58,15 +72,22 @@ _REVERSED = {
     if name[2:-2] in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 }
 #: Functions behind Tensor's operators that carry another name.
-_DUNDERS = {f: n for n in (*_OPERATORS, *_REVERSED) if inspect.isfunction(f := getattr(torch.Tensor, n, None))}
+_DUNDERS: dict[Any, str] = {
+    f: n for n in (*_OPERATORS, *_REVERSED) if inspect.isfunction(f := getattr(torch.Tensor, n, None))
+}
 _READS = {"__float__": "float", "__int__": "int", "__index__": "int"}
 _REFUSED = {"backward", "register_hook", "retain_grad", "__bool__", "tolist", "numpy", "__array__", "data_ptr", "set_"}
 _LEAF_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 #: Built-in modules that compute something else in training than in eval mode.
 _MODAL = (
-    nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase,
-    nn.TransformerEncoderLayer, nn.FractionalMaxPool2d,
-)  # fmt: skip
+    nn.modules.batchnorm._NormBase,
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.TransformerEncoderLayer,
+    nn.FractionalMaxPool2d,
+)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _QUIET = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
@@ -115,7 +136,8 @@ class Trace:
     def copy(self) -> Trace:
         """The same with a graph and constants of its own."""
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.graph, values := {}))
+        values: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(self.graph, values))
         old, new = self.graph.output_node(), graph.output_node()
         new.meta = dict(old.meta)
         for node in graph.nodes:  # metadata points at nodes too
@@ -230,9 +252,18 @@ class _Tracer:
                 self.graph.erase_node(node)
         guard, source, specialized = self._guard()
         return Trace(
-            self.graph, self.spec, guard, source, self.constants, tuple(self.leaves), self.flags,
-            root.training, ambient, specialized, self.fake_mode,
-        )  # fmt: skip
+            self.graph,
+            self.spec,
+            guard,
+            source,
+            self.constants,
+            tuple(self.leaves),
+            self.flags,
+            root.training,
+            ambient,
+            specialized,
+            self.fake_mode,
+        )
 
     def _input(self, leaf) -> torch.Tensor:
         value = leaf.value
@@ -253,7 +284,9 @@ class _Tracer:
             sizes: list[Any] = []
             dims = leaf.dynamic_dims(self.dynamic)
             for d, size in enumerate(node.meta["val"].shape):
-                expr = self.shape_env.simplify(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+                expr = (
+                    self.shape_env.simplify(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+                )
                 sizes.append(int(expr) if expr.is_number else expr)
                 if d in dims and expr.is_number:
                     fixed.append(f"dimension {d} of {leaf.name} is fixed to {expr}")
@@ -324,7 +357,7 @@ class _Tracer:
         import torch.utils.checkpoint as checkpoint
 
         with contextlib.ExitStack() as stack:
-            patch = lambda *a: stack.enter_context(_replaced(*a))  # noqa: E731
+            patch = lambda *a: stack.enter_context(_replaced(*a))
             patch(nn.Module, "_fxspeed_call", original)
             patch(nn.Module, "__call__", call)
             patch(torch.autograd.Function, "apply", classmethod(apply))
@@ -342,7 +375,9 @@ class _Tracer:
 
     def spaces(self) -> list[dict[str, Any]]:
         """The globals of the Python files that the user's modules come from."""
-        modules = {type(m).__module__ for m in self.clone.module.modules() if not type(m).__module__.startswith("torch.")}
+        modules = {
+            type(m).__module__ for m in self.clone.module.modules() if not type(m).__module__.startswith("torch.")
+        }
         spaces = {id(vars(sys.modules[name])): vars(sys.modules[name]) for name in modules if name in sys.modules}
         spaces.update((id(s), s) for m in self.clone.module.modules() if (s := _globals(m)) is not None)
         return list(spaces.values())
@@ -430,7 +465,8 @@ class _Tracer:
         batch = next(iter(symbols.values()), None)
         if len(symbols) > 1:
             batch = next(
-                (n.meta["val"].shape[0] for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim()), None
+                (n.meta["val"].shape[0] for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim()),
+                None,
             )
         return structure.map_tensors(outputs, lambda fact: fact.fake(self.fake_mode, batch))
 
@@ -463,12 +499,14 @@ class _Tracer:
             versions = [t._version if not t.is_inference() else 0 for t in watched]
             mark = len(self.saved)
             output = func(*args, **kwargs)
-            written = [
-                t for t, v in zip(watched, versions, strict=True) if not t.is_inference() and t._version != v
-            ]
+            written = [t for t, v in zip(watched, versions, strict=True) if not t.is_inference() and t._version != v]
         if not written and not _has_nodes(output):
             return output
-        if all(self._constant_value(t) is not None for t in watched) and watched and isinstance(output, (int, float, bool)):
+        if (
+            all(self._constant_value(t) is not None for t in watched)
+            and watched
+            and isinstance(output, (int, float, bool))
+        ):
             return output
         op, target, args, kwargs = _call(func, args, kwargs)
         node = self.graph.create_node(op, target, self.arg(args), self.arg(kwargs))
@@ -527,7 +565,9 @@ class _Tracer:
         with self._pause():
             if (path := self.clone.tensor_paths.get(id(tensor))) is not None:
                 node = self.graph.create_node("get_attr", path)
-            elif (original := self.clone.originals.get(id(tensor), None if isinstance(tensor, FakeTensor) else tensor)) is not None:
+            elif (
+                original := self.clone.originals.get(id(tensor), None if isinstance(tensor, FakeTensor) else tensor)
+            ) is not None:
                 path = f"_tensor_{len(self.constants)}"
                 self.constants[path] = original
                 node = self.graph.create_node("get_attr", path)
@@ -639,14 +679,33 @@ def is_kept(node: fx.Node) -> bool:
     """Whether a node must stay although nothing uses its result."""
     if node.op in ("placeholder", "output") or node.meta.get("writes") or node.meta.get("opaque"):
         return True
-    if node.op == "call_function" and (node.target in runtime.SIDE_EFFECTS or isinstance(node.target, runtime.FunctionApply)):
+    if node.op == "call_function" and (
+        node.target in runtime.SIDE_EFFECTS or isinstance(node.target, runtime.FunctionApply)
+    ):
         return True
     return node.op == "call_module" or _draws_random(node)
 
 
 def _draws_random(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return any(word in name for word in ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "poisson", "rrelu", "exponential", "geometric", "cauchy", "scaled_dot", "multi_head"))  # fmt: skip # noqa: E501
+    return any(
+        word in name
+        for word in (
+            "rand",
+            "dropout",
+            "bernoulli",
+            "multinomial",
+            "normal",
+            "uniform",
+            "poisson",
+            "rrelu",
+            "exponential",
+            "geometric",
+            "cauchy",
+            "scaled_dot",
+            "multi_head",
+        )
+    )
 
 
 def _call(func: Callable, args: tuple, kwargs: dict) -> tuple[str, Any, tuple, dict]:
@@ -686,9 +745,10 @@ def _user_frame() -> types.FrameType | None:
     """The innermost frame of code that belongs neither to torch nor to fxspeed."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and (
-        frame.f_code.co_filename.startswith(_QUIET) or frame.f_code.co_filename.startswith("<")
+        frame.f_code.co_filename.startswith(_QUIET)
+        or frame.f_code.co_filename.startswith("<")
         or "contextlib" in frame.f_code.co_filename
-    ):  # fmt: skip
+    ):
         frame = frame.f_back
     return frame
 
@@ -756,11 +816,13 @@ def _restore(module: nn.Module, state: dict[str, Any]) -> None:
     for name, same in state.items():
         attributes[name] = same.value
         if isinstance(same.value, dict):
-            same.value.clear(), same.value.update(same.copy)
+            same.value.clear()
+            same.value.update(same.copy)
         elif isinstance(same.value, list):
             same.value[:] = same.copy
         elif isinstance(same.value, set):
-            same.value.clear(), same.value.update(same.copy)
+            same.value.clear()
+            same.value.update(same.copy)
 
 
 def _random_state() -> tuple:
@@ -821,6 +883,8 @@ def _traced_len(value: Any) -> Any:
 
 
 class _NumberMeta(type):
+    base: type
+
     def __call__(cls, *args):
         value = args[0] if args else 0
         if isinstance(value, FakeTensor):

@@ -1,0 +1,5 @@
+"""The training step."""
+
+from fxspeed.train.step import TrainStep
+
+__all__ = ["TrainStep"]
