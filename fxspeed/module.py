@@ -16,7 +16,8 @@ from torch import fx, nn
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime
 from fxspeed.graph.regions import Region, bind
-from fxspeed.graph.trace import HOOKS, Trace, is_leaf
+from fxspeed.graph.clone import HOOKS
+from fxspeed.graph.trace import Trace, is_leaf
 
 #: Graphs kept for one model; a call that fits none of this many runs the model as the user wrote it.
 CACHE_LIMIT = 8
@@ -43,6 +44,10 @@ class Entry:
             siblings = parent._modules if parent is not None else {"": module}
             hooks = [getattr(module, h) for h in HOOKS] if path and not is_leaf(module) else []
             self.state.append((siblings, path.rpartition(".")[2], module, vars(module), flag, hooks))
+
+    def hooked(self) -> bool:
+        """Whether an opened module has got hooks since the capture."""
+        return any(hook for *_, hooks in self.state for hook in hooks)
 
     def holds(self) -> bool:
         """Whether the opened modules are still those of the capture: same flags, no new hooks, none replaced."""
@@ -80,6 +85,8 @@ class Program:
             if entry.bound is None:
                 entry.attach(module)
             if not entry.holds():
+                if entry.hooked():
+                    return original(module, *args, **kwargs)  # hooks on modules that graphs look into
                 continue
             if entry.switches:
                 with runtime.unwinding():

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from fxspeed.graph.clone import without_hooks
 from fxspeed.graph.regions import Region, bind
 from fxspeed.graph.structure import tensors_in
 from fxspeed.graph.trace import Trace, preserved_rng
@@ -43,8 +44,8 @@ class Outcome:
 def captured_equals_eager(trace: Trace, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
     """Empty if the captured graph gives what the model gives, within float rounding; else what differs."""
     with preserved_rng():
-        eager = _run(copy.deepcopy(model), lambda m, a, k: m(*a, **k), (args, kwargs), backward=False)
-        graph = copy.deepcopy(model)
+        eager = _run(without_hooks(copy.deepcopy(model)), lambda m, a, k: m(*a, **k), (args, kwargs), backward=False)
+        graph = without_hooks(copy.deepcopy(model))
         bound = bind(trace.graph, trace.constants, graph, "plain")
         leaves = [t.value for t in trace.spec.tensors]
         got = _run(graph, lambda m, a, k: bound.forward(*a), (tuple(leaves), {}), backward=False)
@@ -133,7 +134,7 @@ def region_matches(region: Region, root: nn.Module) -> str:
 
 # ---------------------------------------------------------------------- runs
 def _in_float64(trace: Trace, captured: Captured, backward: bool) -> Outcome | None:
-    module = copy.deepcopy(captured.root)
+    module = without_hooks(copy.deepcopy(captured.root))
     for edit in captured.edits:
         edit.apply(module)
     module = module.double()
@@ -149,7 +150,7 @@ def _in_float64(trace: Trace, captured: Captured, backward: bool) -> Outcome | N
 
 
 def _plainly(trace: Trace, captured: Captured, backward: bool) -> Outcome:
-    module = copy.deepcopy(captured.root)
+    module = without_hooks(copy.deepcopy(captured.root))
     for edit in captured.edits:
         edit.apply(module)
     bound = bind(trace.graph, trace.constants, module, "plain")

@@ -11,6 +11,17 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from fxspeed.errors import Untraceable
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def without_hooks(copied: nn.Module) -> nn.Module:
+    """A private copy of a model with all hooks gone: they are the user's, and what they do must not happen now."""
+    for module in copied.modules():
+        for hooks in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+            getattr(module, hooks).clear()
+    return copied
+
+
 class FakeClone:
     """`module`: a deep copy of a model in which every tensor is fake, costing no memory for weights.
 
@@ -30,6 +41,9 @@ class FakeClone:
             raise Untraceable(f"the model cannot be deep-copied: {type(error).__name__}: {error}") from error
         alive = {id(original): original for original in memo.get(id(memo), [])}  # what deepcopy keeps alive
         self.originals = {id(new): alive[old] for old, new in memo.items() if old in alive}
+        #: ids of copied modules whose originals have hooks
+        self.hooked = {id(m) for m in self.module.modules() if any(getattr(m, hooks) for hooks in HOOKS)}
+        without_hooks(self.module)
         self.tensor_paths: dict[int, str] = {}
         for path, tensor in [
             *self.module.named_parameters(remove_duplicate=False),

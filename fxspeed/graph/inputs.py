@@ -11,6 +11,7 @@ import collections
 import enum
 import inspect
 import keyword
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -107,8 +108,8 @@ class InputSpec:
         lines += [f"if not ({_python(r)}): return None" for r in relations]
         lines.append(f"return ({''.join(f't{i}, ' for i in range(len(self.tensors)))})")
         source = "def guard(args, kwargs):\n    " + "\n    ".join(lines) + "\n"
-        namespace: dict[str, Any] = {"c": self.constants, "plain": _PLAIN}
-        exec("import math\n" + source, namespace)  # generated above from the captured facts alone
+        namespace: dict[str, Any] = {"c": self.constants, "plain": _PLAIN, "torch": torch, "math": math}
+        exec(source, namespace)  # generated above from the captured facts alone
         return namespace["guard"], source
 
 

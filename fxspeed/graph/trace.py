@@ -88,7 +88,6 @@ _MODAL = (
     nn.TransformerEncoderLayer,
     nn.FractionalMaxPool2d,
 )
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _QUIET = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -390,7 +389,7 @@ class _Tracer:
         try:
             if is_leaf(module):
                 return self.leaf(module, path, original, args, kwargs)
-            if any(getattr(module, hooks) for hooks in HOOKS):
+            if id(module) in self.clone.hooked:
                 raise Untraceable("it has hooks")
             return self._open(module, path, original, args, kwargs)
         except Exception as error:

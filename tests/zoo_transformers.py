@@ -1,0 +1,146 @@
+"""Small transformers models of many architectures, from configs with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.torchvision_import import import_torchvision
+
+_SMALL = dict(
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=96, vocab_size=120,
+    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_GQA = dict(_SMALL, num_key_value_heads=2)
+_VISION = dict(
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8
+)
+_ENCDEC = dict(
+    d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=120, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=None,
+)  # fmt: skip
+_T5 = dict(
+    d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=120, pad_token_id=0, decoder_start_token_id=0
+)
+
+
+def _text(labels: str = "lm", **more: Any) -> Callable[[nn.Module], tuple[tuple, dict]]:
+    def inputs(_: nn.Module) -> tuple[tuple, dict]:
+        ids = torch.randint(3, 100, (2, 12))
+        mask = torch.ones_like(ids)
+        mask[1, 9:] = 0
+        found: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **more}
+        if labels == "lm":
+            found["labels"] = ids
+        elif labels == "class":
+            found["labels"] = torch.tensor([0, 1])
+        return (), found
+
+    return inputs
+
+
+def _image(size: int = 32, **more: Any) -> Callable[[nn.Module], tuple[tuple, dict]]:
+    return lambda _: ((), {"pixel_values": torch.randn(2, 3, size, size), **more})
+
+
+def _audio(length: int = 2000) -> Callable[[nn.Module], tuple[tuple, dict]]:
+    return lambda _: ((), {"input_values": torch.randn(2, length)})
+
+
+#: (model class, config options, inputs)
+_MODELS: list[tuple[str, dict[str, Any], Callable]] = [
+    ("GPT2LMHeadModel", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=120, n_positions=64, bos_token_id=1, eos_token_id=2), _text()),
+    ("LlamaForCausalLM", _GQA, _text()),
+    ("LlamaForSequenceClassification", _GQA, _text("class")),
+    ("MistralForCausalLM", dict(_GQA, sliding_window=8), _text()),
+    ("MixtralForCausalLM", dict(_GQA, num_local_experts=4), _text()),
+    ("Qwen2ForCausalLM", _GQA, _text()),
+    ("Qwen3ForCausalLM", dict(_GQA, head_dim=16), _text()),
+    ("GemmaForCausalLM", dict(_GQA, head_dim=16), _text()),
+    ("Gemma2ForCausalLM", dict(_GQA, head_dim=16), _text()),
+    ("PhiForCausalLM", _SMALL, _text()),
+    ("Phi3ForCausalLM", dict(_GQA), _text()),
+    ("FalconForCausalLM", _SMALL, _text()),
+    ("GPTNeoXForCausalLM", _SMALL, _text()),
+    ("GPTNeoForCausalLM", dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=120, max_position_embeddings=64, attention_types=[[["global", "local"], 1]], bos_token_id=1, eos_token_id=2), _text()),
+    ("GPTJForCausalLM", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=120, n_positions=64, rotary_dim=8, bos_token_id=1, eos_token_id=2), _text()),
+    ("OPTForCausalLM", dict(num_hidden_layers=2, hidden_size=64, ffn_dim=96, num_attention_heads=4, vocab_size=120, max_position_embeddings=64, word_embed_proj_dim=64), _text()),
+    ("BloomForCausalLM", dict(n_layer=2, hidden_size=64, n_head=4, vocab_size=120), _text()),
+    ("StableLmForCausalLM", _GQA, _text()),
+    ("CohereForCausalLM", _GQA, _text()),
+    ("OlmoForCausalLM", _GQA, _text()),
+    ("Olmo2ForCausalLM", _GQA, _text()),
+    ("GraniteForCausalLM", _GQA, _text()),
+    ("StarCoder2ForCausalLM".replace("StarCoder", "Starcoder"), _GQA, _text()),
+    ("MptForCausalLM", dict(d_model=64, n_heads=4, n_layers=2, vocab_size=120, max_seq_len=64), _text()),
+    ("CodeGenForCausalLM", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=120, n_positions=64, rotary_dim=8, bos_token_id=1, eos_token_id=2), _text()),
+    ("MambaForCausalLM", dict(num_hidden_layers=2, hidden_size=64, vocab_size=120, state_size=8), _text()),
+    ("BertForMaskedLM", _SMALL, _text()),
+    ("BertForSequenceClassification", _SMALL, _text("class", output_attentions=True)),
+    ("BertModel", _SMALL, _text("", return_dict=False)),
+    ("RobertaForSequenceClassification", _SMALL, _text("class")),
+    ("DistilBertForSequenceClassification", dict(n_layers=2, dim=64, n_heads=4, hidden_dim=96, vocab_size=120, max_position_embeddings=64), _text("class")),
+    ("AlbertForMaskedLM", dict(_SMALL, embedding_size=32), _text()),
+    ("ElectraForSequenceClassification", dict(_SMALL, embedding_size=32), _text("class")),
+    ("DebertaV2ForSequenceClassification", dict(_SMALL, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"]), _text("class")),
+    ("DebertaForSequenceClassification", dict(_SMALL, relative_attention=True, pos_att_type=["p2c", "c2p"]), _text("class")),
+    ("XLMRobertaForTokenClassification", _SMALL, _text("")),
+    ("ModernBertForMaskedLM", dict(_SMALL, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2), _text()),
+    ("MPNetForMaskedLM", _SMALL, _text()),
+    ("RoFormerForMaskedLM", dict(_SMALL, embedding_size=64), _text()),
+    ("FNetForMaskedLM", _SMALL, lambda _: ((), {"input_ids": torch.randint(3, 100, (2, 12))})),
+    ("NystromformerForMaskedLM", dict(_SMALL, segment_means_seq_len=16, num_landmarks=4), _text()),
+    ("LongformerForMaskedLM", dict(_SMALL, attention_window=4), _text()),
+    ("BigBirdForMaskedLM", dict(_SMALL, attention_type="original_full"), _text()),
+    ("XLNetLMHeadModel", dict(d_model=64, n_layer=2, n_head=4, d_inner=96, vocab_size=120), _text()),
+    ("T5ForConditionalGeneration", _T5, _text()),
+    ("MT5ForConditionalGeneration", _T5, _text()),
+    ("T5EncoderModel", _T5, _text("")),
+    ("BartForConditionalGeneration", _ENCDEC, _text()),
+    ("MBartForConditionalGeneration", _ENCDEC, _text()),
+    ("PegasusForConditionalGeneration", _ENCDEC, _text()),
+    ("MarianMTModel", _ENCDEC, _text()),
+    ("BlenderbotForConditionalGeneration", _ENCDEC, _text()),
+    ("M2M100ForConditionalGeneration", _ENCDEC, _text()),
+    ("ViTForImageClassification", _VISION, _image()),
+    ("ViTModel", dict(_VISION, output_hidden_states=True), _image()),
+    ("DeiTForImageClassification", _VISION, _image()),
+    ("BeitForImageClassification", _VISION, _image()),
+    ("Dinov2ForImageClassification", _VISION, _image()),
+    ("SwinForImageClassification", dict(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4), _image()),
+    ("ConvNextForImageClassification", dict(depths=[1, 1, 2, 1], hidden_sizes=[16, 24, 32, 48]), _image(64)),
+    ("ResNetForImageClassification", dict(embedding_size=16, hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1]), _image(64)),
+    ("RegNetForImageClassification", dict(embedding_size=16, hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1], groups_width=8), _image(64)),
+    ("MobileNetV2ForImageClassification", {}, _image(64)),
+    ("SegformerForSemanticSegmentation", dict(hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=32), _image(64)),
+    ("PoolFormerForImageClassification", dict(hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1]), _image(64)),
+    ("CvtForImageClassification", dict(embed_dim=[16, 32, 64], num_heads=[1, 2, 4], depth=[1, 1, 1]), _image(64)),
+    ("LevitForImageClassification", dict(image_size=64, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 2, 2], depths=[1, 1, 1], key_dim=[8, 8, 8]), _image(64)),
+    ("DPTForDepthEstimation", dict(_VISION, backbone_out_indices=[0, 0, 1, 1], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16, is_hybrid=False), _image()),
+    ("ViTMAEForPreTraining", dict(_VISION, decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=4, decoder_intermediate_size=48), _image()),
+    ("Wav2Vec2ForCTC", dict(_SMALL, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4), _audio()),
+    ("HubertForCTC", dict(_SMALL, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4), _audio()),
+    ("WhisperForConditionalGeneration", dict(_ENCDEC, num_mel_bins=20, max_source_positions=32, max_target_positions=32), lambda _: ((), {"input_features": torch.randn(2, 20, 64), "labels": torch.randint(3, 100, (2, 8))})),
+    ("ASTForAudioClassification", dict(_VISION, num_mel_bins=16, max_length=64), lambda _: ((), {"input_values": torch.randn(2, 64, 16)})),
+    ("CLIPModel", dict(text_config=dict(_SMALL, eos_token_id=2), vision_config=dict(_VISION), projection_dim=32), lambda _: ((), {"input_ids": torch.randint(3, 100, (2, 12)), "pixel_values": torch.randn(2, 3, 32, 32), "return_loss": True})),
+    ("SiglipModel", dict(text_config=dict(_SMALL), vision_config=dict(_VISION)), lambda _: ((), {"input_ids": torch.randint(3, 100, (2, 12)), "pixel_values": torch.randn(2, 3, 32, 32)})),
+]  # fmt: skip # noqa: E501
+
+
+def transformers_models() -> Iterator[tuple[str, tuple]]:
+    """Name, maker, inputs of each."""
+    import_torchvision()  # transformers imports it where it is installed
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    for name, options, inputs in _MODELS:
+
+        def make(name: str = name, options: dict[str, Any] = options) -> nn.Module:
+            cls = getattr(transformers, name)
+            return cls(cls.config_class(**options))
+
+        yield name, (make, inputs)
