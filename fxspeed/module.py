@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime
-from fxspeed.graph.regions import Region, bind
 from fxspeed.graph.clone import HOOKS
+from fxspeed.graph.regions import Region, bind
 from fxspeed.graph.trace import Trace, is_leaf
 
 #: Graphs kept for one model; a call that fits none of this many runs the model as the user wrote it.

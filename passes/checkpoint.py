@@ -48,7 +48,7 @@ class CheckpointRegion(Region):
         owners = [(root.get_submodule(b.rpartition(".")[0]), b.rpartition(".")[2]) for b in self.buffers]
 
         def contexts() -> tuple[Any, Any]:
-            return contextlib.nullcontext(), _statistics_apart(owners)
+            return contextlib.nullcontext(), _StatisticsApart(owners)
 
         def run(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -65,16 +65,20 @@ class CheckpointRegion(Region):
         return run
 
 
-@contextlib.contextmanager
-def _statistics_apart(owners: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Writes into these buffers go to copies, which are thrown away."""
-    real = [module._buffers[name] for module, name in owners]
-    try:
-        for (module, name), buffer in zip(owners, real, strict=True):
+class _StatisticsApart:
+    """While it is entered, writes into these buffers go to copies, which are thrown away. Can be entered again."""
+
+    def __init__(self, owners: list[tuple[nn.Module, str]]):
+        self.owners = owners
+        self.real: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self.real = [module._buffers[name] for module, name in self.owners]
+        for (module, name), buffer in zip(self.owners, self.real, strict=True):
             module._buffers[name] = None if buffer is None else buffer.clone()
-        yield
-    finally:
-        for (module, name), buffer in zip(owners, real, strict=True):
+
+    def __exit__(self, *exc: object) -> None:
+        for (module, name), buffer in zip(self.owners, self.real, strict=True):
             module._buffers[name] = buffer
 
 

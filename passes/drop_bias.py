@@ -135,11 +135,7 @@ class _Uses:
             if call.meta.get("opaque"):
                 self.refused = "it stays as it is (hooks)"
             for user in call.users:
-                problem = self._norm(user, call, root, trace, training)
-                if problem:
-                    self.refused = self.refused or problem
-                else:
-                    self.norms.append(user)
+                self.refused = self.refused or self._norm(user, call, root, trace, training)
 
     def _norm(self, node: fx.Node, call: fx.Node, root: nn.Module, trace: Trace, training: bool) -> str:
         """Empty if `node` is a norm that cancels the bias of `call`."""
@@ -164,11 +160,12 @@ class _Uses:
             frozen = mean is not None and not switch
             instance = name == "instance_norm"
             if source is not None and len(source.users) > 1:
+                self.norms.append(node)
                 return "the running mean is read elsewhere"
         else:
             return other
+        self.norms.append(node)
         if training and frozen:
-            self.norms.append(node)
             return "the norm is frozen: in training it does not subtract the batch mean"
         linear = _is_linear(call, root)
         rank = 2 if linear else _spatial(call, root) + 2

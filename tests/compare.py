@@ -23,7 +23,9 @@ def run(model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> 
 def loss_of(output: Any) -> torch.Tensor:
     """A scalar that depends on every output that requires a gradient."""
     terms = [
-        (t * torch.linspace(-1, 2, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors_in(output) if t.requires_grad
+        (t * torch.linspace(-1, 2, t.numel(), dtype=t.dtype).view_as(t)).sum()
+        for t in tensors_in(output)
+        if t.requires_grad
     ]
     return torch.stack([t.double() for t in terms]).sum()
 

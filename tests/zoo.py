@@ -19,7 +19,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +67,10 @@ def check(name: str, make: Callable[[], nn.Module], inputs: Callable[[nn.Module]
     leaves = [s for s in result.skipped if s.pass_name == "capture" and "dynamic" not in s.what]
     status, why = "whole", ""
     if leaves:
-        status, why = ("eager" if result.program.eager else "part"), f"{leaves[0].target}: {leaves[0].why} [{leaves[0].source}]"
+        status, why = (
+            ("eager" if result.program.eager else "part"),
+            f"{leaves[0].target}: {leaves[0].why} [{leaves[0].source}]",
+        )
     if not worst <= 2e-3:
         status, why = "wrong", f"{where} off by {worst:.1e}"
     return Row(name, status, why, nodes, seconds, seconds / max(forward, 1e-9), worst)
@@ -78,7 +80,11 @@ def _differences(model: nn.Module, module: nn.Module, args: tuple, kwargs: dict)
     runs = []
     for each in (model, module):
         outputs = _run(each, args, kwargs)
-        terms = [(t * torch.cos(torch.arange(t.numel(), dtype=t.dtype)).view_as(t)).mean() for t in outputs if t.requires_grad]
+        terms = [
+            (t * torch.cos(torch.arange(t.numel(), dtype=t.dtype)).view_as(t)).mean()
+            for t in outputs
+            if t.requires_grad
+        ]
         if terms:
             torch.stack([t.float() for t in terms]).sum().backward()
         runs.append((outputs, {n: p.grad for n, p in each.named_parameters()}))
@@ -90,7 +96,10 @@ def _differences(model: nn.Module, module: nn.Module, args: tuple, kwargs: dict)
         yield "presence of a gradient", float("inf")
         return
     scale = max([float(runs[0][1][n].abs().max()) for n in names], default=0.0)
-    yield "gradient", max([float((runs[0][1][n] - runs[1][1][n]).abs().max()) for n in names], default=0.0) / (scale + 1e-12)
+    yield (
+        "gradient",
+        max([float((runs[0][1][n] - runs[1][1][n]).abs().max()) for n in names], default=0.0) / (scale + 1e-12),
+    )
     model.eval(), module.eval()
     with torch.no_grad():
         yield "eval output", _off(_run(model, args, kwargs), _run(module, args, kwargs))
@@ -154,8 +163,16 @@ def torchvision_models() -> Iterator[tuple[str, Example]]:
     for name in torchvision.models.list_models():
 
         def make(name: str = name) -> nn.Module:
-            extra = {"weights_backbone": None} if name.split("_")[0] in ("deeplabv3", "fcn", "lraspp") or "rcnn" in name else {}
-            extra = {"weights_backbone": None} if name.startswith(("ssd", "retinanet", "fcos", "keypoint", "mask")) else extra
+            extra = (
+                {"weights_backbone": None}
+                if name.split("_")[0] in ("deeplabv3", "fcn", "lraspp") or "rcnn" in name
+                else {}
+            )
+            extra = (
+                {"weights_backbone": None}
+                if name.startswith(("ssd", "retinanet", "fcos", "keypoint", "mask"))
+                else extra
+            )
             return torchvision.models.get_model(name, weights=None, **extra)
 
         def inputs(model: nn.Module, name: str = name) -> tuple[tuple, dict]:
@@ -240,8 +257,6 @@ def main() -> int:
     if ran:
         print(f"right {100 * right / ran:.1f}%, whole {100 * counts['whole'] / ran:.1f}% of {ran}")
     return 1 if counts["wrong"] or counts["error"] else 0
-
-
 
 
 if __name__ == "__main__":

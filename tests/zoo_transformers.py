@@ -128,7 +128,7 @@ _MODELS: list[tuple[str, dict[str, Any], Callable]] = [
     ("ASTForAudioClassification", dict(_VISION, num_mel_bins=16, max_length=64), lambda _: ((), {"input_values": torch.randn(2, 64, 16)})),
     ("CLIPModel", dict(text_config=dict(_SMALL, eos_token_id=2), vision_config=dict(_VISION), projection_dim=32), lambda _: ((), {"input_ids": torch.randint(3, 100, (2, 12)), "pixel_values": torch.randn(2, 3, 32, 32), "return_loss": True})),
     ("SiglipModel", dict(text_config=dict(_SMALL), vision_config=dict(_VISION)), lambda _: ((), {"input_ids": torch.randint(3, 100, (2, 12)), "pixel_values": torch.randn(2, 3, 32, 32)})),
-]  # fmt: skip # noqa: E501
+]  # fmt: skip
 
 
 def transformers_models() -> Iterator[tuple[str, tuple]]:

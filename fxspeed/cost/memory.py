@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.ops import CONVOLUTIONS, module_of, name_of
@@ -47,7 +48,7 @@ class Timeline:
 class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.events = 0, [0]
+        self.live, self.events, self.flops = 0, [0], 0
         self.known: dict[int, int] = {}
 
     def known_before(self, tensors: Any) -> None:
@@ -56,6 +57,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=output)
         for value in tree_leaves(output):
             if isinstance(value, torch.Tensor):
                 self.see(value)
@@ -88,8 +91,6 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
         root: the module it runs on. Not touched.
         plain: run regions as the plain nodes they hold.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     with preserved_rng(), contextlib.ExitStack() as stack:
         mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
         clone = FakeClone(root, mode).module
@@ -97,7 +98,6 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
         for fake, leaf in zip(inputs, trace.spec.tensors, strict=True):
             fake.requires_grad_(leaf.value.requires_grad)
         module = bind(trace.graph, trace.constants, clone, "plain" if plain else "simulate")
-        counter = FlopCounterMode(display=False)
         stack.enter_context(mode)
         for parameter in clone.parameters():
             if parameter.requires_grad:
@@ -105,7 +105,6 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
         watch = _Watch()
         gradients = [p.grad for p in clone.parameters() if p.grad is not None]
         watch.known_before([*clone.parameters(), *clone.buffers(), *inputs, *gradients])
-        stack.enter_context(counter)
         stack.enter_context(watch)
         stack.enter_context(torch.enable_grad())
         output = module.forward(*inputs)
@@ -117,7 +116,7 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
                 total = total + term
             del loss, output
             total.backward()
-        return Timeline(tuple(watch.events), max(watch.events), held, counter.get_total_flops())
+        return Timeline(tuple(watch.events), max(watch.events), held, watch.flops)
 
 
 def workspace(trace: Trace, root: nn.Module) -> int:

@@ -10,14 +10,18 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from fxspeed.errors import Untraceable
 
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def without_hooks(copied: nn.Module) -> nn.Module:
     """A private copy of a model with all hooks gone: they are the user's, and what they do must not happen now."""
     for module in copied.modules():
-        for hooks in (*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+        for hooks in (
+            *HOOKS,
+            "_forward_hooks_with_kwargs",
+            "_forward_pre_hooks_with_kwargs",
+            "_forward_hooks_always_called",
+        ):
             getattr(module, hooks).clear()
     return copied
 

@@ -6,6 +6,7 @@ reaches an operator, the graph needs a node for it: a size of an input, an `.ite
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import sympy
@@ -19,6 +20,42 @@ from fxspeed.errors import Untraceable
 
 Sym = Any  # torch.SymInt, torch.SymFloat or torch.SymBool
 SYMS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class _Analysis(PythonReferenceAnalysis):
+    """Python arithmetic that also runs on the proxies of a graph."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def trunc_to_int(a: Any, dtype: Any = None) -> Any:
+        return _call(math.trunc, a)
+
+    @staticmethod
+    def floor_to_int(a: Any, dtype: Any = None) -> Any:
+        return _call(math.floor, a)
+
+    @staticmethod
+    def ceil_to_int(a: Any, dtype: Any = None) -> Any:
+        return _call(math.ceil, a)
+
+    @staticmethod
+    def round_to_int(a: Any, dtype: Any = None) -> Any:
+        return _call(round, a)
+
+
+def _call(function: Any, value: Any) -> Any:
+    return (
+        value.tracer.create_proxy("call_function", function, (value,), {})
+        if isinstance(value, fx.Proxy)
+        else function(value)
+    )
 
 
 class Symbols:
@@ -53,7 +90,7 @@ class Symbols:
         if (known := self.nodes.get(expr)) is not None:
             return known
         env: dict[sympy.Symbol, Any] = {s: fx.Proxy(self._symbol(s), self.tracer) for s in expr.free_symbols}
-        made = sympy_interp(PythonReferenceAnalysis, env, expr)
+        made = sympy_interp(_Analysis, env, expr)
         if not isinstance(made, fx.Proxy):
             return made
         made.node.meta.setdefault("val", value)

@@ -240,7 +240,7 @@ class _Tracer:
             except Untraceable:
                 raise
             except Exception as error:
-                raise Untraceable(f"{_reason(error)}") from error
+                raise Untraceable(f"{_reason(error)} [{_source_of(error)}]") from error
             if structure.outline((args, kwargs)) != before:
                 raise Untraceable("forward changes the containers it is given")
             self.paused += 1
@@ -432,6 +432,8 @@ class _Tracer:
         node = self.graph.create_node("call_module", path, *inputs)
         self._facts(node, output, mark, [t for t, v in zip(watched, versions, strict=True) if t._version != v])
         node.meta["path"] = path
+        if id(module) in self.clone.hooked:
+            node.meta["opaque"] = True  # hooks may do anything
         return self._results(node, output, watched)
 
     def opaque(self, module, path, count, args, kwargs, error: Exception) -> Any:
@@ -443,11 +445,14 @@ class _Tracer:
         outputs = self.probe.outputs(path, count)
         inputs = (self.arg(args), self.arg(kwargs))
         node = self.graph.create_node("call_module", path, *inputs)
-        node.meta["opaque"] = True
         with self._pause():
             output = self._from_probe(outputs, node)
         self._facts(node, output, len(self.saved), [])
         node.meta["path"] = path
+        if is_leaf(module) and id(module) not in self.clone.hooked:  # known, only too much for fake tensors
+            node.meta["writes"] = any(True for _ in module.buffers())
+            return self._results(node, output, [], checked=True)
+        node.meta["opaque"] = True
         leaf = Leaf(path, type(module).__name__, _reason(error), _source_of(error) or node.meta["source"])
         if leaf not in self.leaves:
             self.leaves.append(leaf)
@@ -887,6 +892,8 @@ class _NumberMeta(type):
     def __call__(cls, *args):
         value = args[0] if args else 0
         if isinstance(value, FakeTensor):
+            if cls.base is int and value.is_floating_point():
+                value = value.to(torch.int64)  # cuts off towards zero, as int() does
             value = value.item()
             args = (value,)
         if isinstance(value, SYMS):
