@@ -218,10 +218,15 @@ def optimize(
     if verify not in (True, False, "full"):
         raise Error(f'verify is {verify!r}; use True, False or "full"')
     options = {"memory_budget": _budget(memory_budget), "precision": precision, "device": place}
+    if getattr(vars(model).get("forward"), "__func__", None) not in (None, type(model).forward):
+        raise Error(
+            f"{type(model).__name__} has a forward of its own instance; put it into a class, so that it can be copied"
+        )
     pipeline = Pipeline(chosen, options, tuple(dynamic), verify)
     began = time.perf_counter()
     with preserved_rng():
         module = _copy(model, inplace)
+        vars(module).pop("forward", None)  # the class's own, bound: it would hide the optimized one
         if place is not None and not inplace:
             module = module.to(place)
         args, kwargs = real_inputs(args, kwargs, module, place)

@@ -135,7 +135,8 @@ class _Uses:
             if call.meta.get("opaque"):
                 self.refused = "it stays as it is (hooks)"
             for user in call.users:
-                self.refused = self.refused or self._norm(user, call, root, trace, training)
+                problem = self._norm(user, call, root, trace, training)
+                self.refused = self.refused or problem
 
     def _norm(self, node: fx.Node, call: fx.Node, root: nn.Module, trace: Trace, training: bool) -> str:
         """Empty if `node` is a norm that cancels the bias of `call`."""

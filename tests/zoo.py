@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import numpy
 import torch
 from torch import nn
 
@@ -114,6 +115,7 @@ def _differences(model: nn.Module, module: nn.Module, args: tuple, kwargs: dict)
 def _run(model: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
     random.seed(0)
+    numpy.random.seed(0)
     return tensors_in(model(*args, **kwargs))
 
 

@@ -23,6 +23,8 @@ def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type | tuple[type
         return type(tree)(map_tensors(v, change, kind) for v in tree)
     if type(tree) in (dict, collections.OrderedDict):
         return type(tree)((k, map_tensors(v, change, kind)) for k, v in tree.items())
+    if isinstance(tree, dict) and dataclasses.is_dataclass(tree):  # the outputs of transformers
+        return type(tree)(**{k: map_tensors(v, change, kind) for k, v in tree.items()})
     if kind is None:
         return tree if isinstance(tree, CONSTANTS) else change(tree)
     return change(tree) if isinstance(tree, kind) else tree

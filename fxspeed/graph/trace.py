@@ -215,6 +215,7 @@ class _Tracer:
         self.leaves: list[Leaf] = []
         self.flags: dict[str, bool] = {}
         self.scope: list[str] = []
+        self.settled: dict[int, dict[str, Any]] = {}  # modules whose attributes hold caches now, and these
         self.calls: dict[str, int] = {}
         self.saved: list[torch.Tensor] = []
         self.paused = 0
@@ -227,6 +228,7 @@ class _Tracer:
         args, kwargs = structure.replace_tensors((self.args, dict(self.kwargs)), iter(fakes))
         before = structure.outline((args, kwargs))
         root = self.clone.module
+        states = [(m, _own_state(m)) for m in root.modules()]
         ambient = runtime.ambient()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
@@ -243,6 +245,9 @@ class _Tracer:
                 raise Untraceable(f"{_reason(error)} [{_source_of(error)}]") from error
             if structure.outline((args, kwargs)) != before:
                 raise Untraceable("forward changes the containers it is given")
+            for module, state in states:
+                if _own_state(module) != self.settled.get(id(module), state) and not self._is_opaque(module):
+                    raise Untraceable(f"forward changes attributes of another module ({type(module).__name__})")
             self.paused += 1
             result = structure.encode(output, self.arg, self.graph, self.clone.originals)
         self.graph.output(result)
@@ -403,21 +408,52 @@ class _Tracer:
         self.scope.append(path)
         self.flags[path] = module.training
         paused = self.paused
+        run = (lambda: original(module, *args, **kwargs)) if hooks else (lambda: module.forward(*args, **kwargs))
+        last = next(reversed(self.graph.nodes), None)
         try:
-            output = original(module, *args, **kwargs) if hooks else module.forward(*args, **kwargs)
+            output = run()
+            if _own_state(module) != state and not self._only_caches(module, run, last):
+                raise Untraceable("its forward changes its own attributes")
+        except BaseException:
+            _restore(module, state)
+            raise
         finally:
             self.paused = paused
             del self.scope[depth:]
-            changed = _own_state(module) != state
-            if changed:
-                _restore(module, state)
             drew = not _same_random_state(draws)
             _set_random_state(draws)
-        if changed:
-            raise Untraceable("its forward changes its own attributes")
         if drew:
             raise Untraceable("its forward draws Python or NumPy random numbers")
         return output
+
+    def _only_caches(self, module: nn.Module, run: Callable[[], Any], last: fx.Node | None) -> bool:
+        """Whether what a forward left in its module's attributes makes no difference to the next forward.
+
+        True where a second forward changes nothing more and does the same as the first, but for what the first
+        computed from sizes, parameters and constants alone: it then found that in the attributes. The graph, which
+        is the first forward's, computes it anew.
+        """
+        first = _behind(self.graph, last)
+        warm, middle = _own_state(module), next(reversed(self.graph.nodes), None)
+        known = dict(self.nodes)
+        run()
+        second = _behind(self.graph, middle)
+        same = _own_state(module) == warm
+        left = iter(second)
+        expected = next(left, None)
+        for node in first:
+            if expected is not None and (node.op, node.target) == (expected.op, expected.target):
+                expected = next(left, None)
+            elif _reads_inputs(node):
+                same = False
+        same = same and expected is None
+        self._erase_after(middle, known)
+        self.settled[id(module)] = warm
+        return same
+
+    def _is_opaque(self, module: nn.Module) -> bool:
+        path = self.clone.module_paths[id(module)]
+        return any(path == leaf.path or path.startswith(f"{leaf.path}.") for leaf in self.leaves) or is_leaf(module)
 
     def leaf(self, module, path, original, args, kwargs) -> Any:
         """A built-in module: one node."""
@@ -442,7 +478,10 @@ class _Tracer:
             raise error
         if self.probe.runs is None:
             raise _NeedsProbe
-        outputs = self.probe.outputs(path, count)
+        try:
+            outputs = self.probe.outputs(path, count)
+        except Untraceable as unknown:
+            raise Untraceable(f"{type(module).__name__}: {_reason(error)}; and {unknown}") from error
         inputs = (self.arg(args), self.arg(kwargs))
         node = self.graph.create_node("call_module", path, *inputs)
         with self._pause():
@@ -607,7 +646,7 @@ class _Tracer:
                     item = self._results(part, item, watched, checked)
                 made[key] = item
             if isinstance(output, dict):
-                return type(output)(made)
+                return type(output)(**made) if dataclasses.is_dataclass(output) else type(output)(made)
             if hasattr(output, "_fields"):
                 return type(output)(*made.values())
             return type(output)(made.values())
@@ -757,6 +796,32 @@ def _user_frame() -> types.FrameType | None:
     return frame
 
 
+def _behind(graph: fx.Graph, last: fx.Node | None) -> list[fx.Node]:
+    """The nodes made after `last`."""
+    found: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def _reads_inputs(node: fx.Node) -> bool:
+    """Whether a node depends on values of the graph's inputs, not on sizes alone, or does more than compute."""
+    todo, seen = [node], {node}
+    while todo:
+        each = todo.pop()
+        if each.op == "placeholder" or each.meta.get("opaque") or _draws_random(each):
+            return True
+        if each.op == "call_method" and each.target == "size":
+            continue
+        for source in each.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return False
+
+
 def _globals(module: nn.Module) -> dict[str, Any] | None:
     """The globals of a user module's forward, behind whatever decorates it."""
     forward = inspect.unwrap(type(module).forward)
@@ -785,6 +850,8 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module by identity, containers one level deep."""
     seen: dict[str, Any] = {}
     for name, value in vars(module).items():
+        if name == "forward" and getattr(value, "__func__", None) is type(module).forward:
+            continue  # wrapped for a while and put back, as libraries do that watch their modules
         if isinstance(value, dict):
             seen[name] = _Same(value, tuple((k, id(v)) for k, v in value.items()))
         elif isinstance(value, (list, set)):
@@ -815,7 +882,7 @@ class _Same:
 def _restore(module: nn.Module, state: dict[str, Any]) -> None:
     attributes = vars(module)
     for name in list(attributes):
-        if name not in state:
+        if name not in state and name != "forward":
             del attributes[name]
     for name, same in state.items():
         attributes[name] = same.value

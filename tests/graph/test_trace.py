@@ -138,6 +138,56 @@ def test_state_kept_in_attributes_stays_python():
     assert any("attributes" in s.why for s in result.skipped)
 
 
+def test_caches_in_attributes_are_seen_through():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.cache, self.size = nn.Linear(3, 3), None, 0
+
+        def forward(self, x):
+            if self.cache is None or self.size != x.shape[1]:
+                self.size = x.shape[1]
+                self.cache = torch.arange(self.size).to(x.dtype)
+            return self.a(x + self.cache)
+
+    result = check(nn.Sequential(nn.Linear(3, 3), Positions()), torch.randn(4, 3))
+    assert not [s for s in result.skipped if s.pass_name == "capture"]
+
+
+def test_a_first_call_that_differs_is_no_cache():
+    class Scaled(nn.Module):
+        def __init__(self, by_value):
+            super().__init__()
+            self.scale, self.by_value = None, by_value
+
+        def forward(self, x):
+            if self.scale is None:
+                self.scale = x.detach().std() if self.by_value else 2.0
+                x = x if self.by_value else x + 1
+            return x * self.scale
+
+    for by_value in (True, False):
+        model = nn.Sequential(nn.Linear(3, 3), Scaled(by_value)).double()
+        result = fxspeed.optimize(model, torch.randn(4, 3).double(), **PASSES)
+        for _ in range(3):
+            x = torch.randn(4, 3).double()
+            close(run(model, (x,)), run(result.module, (x,)), 1e-9)
+
+
+def test_a_parent_that_sets_its_childs_attributes():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Sequential(nn.Linear(3, 3))
+            self.child.calls = 0
+
+        def forward(self, x):
+            self.child.calls += 1
+            return self.child(x) * self.child.calls
+
+    check(Parent(), torch.randn(4, 3))
+
+
 def test_hooks_fire_once_and_those_added_later_too():
     calls = []
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 2))
