@@ -8,14 +8,14 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime
-from fxspeed.graph.clone import HOOKS
+from fxspeed.graph.clone import HOOKS, is_users
 from fxspeed.graph.regions import Region, bind
 from fxspeed.graph.trace import Trace, is_leaf
 
@@ -32,6 +32,7 @@ class Entry:
     bound: fx.GraphModule | None = None
     state: list[tuple] = dataclasses.field(default_factory=list)
     switches: bool = False
+    run: Any = None
 
     def attach(self, root: nn.Module) -> None:
         self.bound = bind(self.trace.graph, self.trace.constants, root)
@@ -47,17 +48,25 @@ class Entry:
 
     def hooked(self) -> bool:
         """Whether an opened module has got hooks since the capture."""
-        return any(hook for *_, hooks in self.state for hook in hooks)
+        return any(is_users(hook) for *_, hooks in self.state for found in hooks for hook in found.values())
 
     def holds(self) -> bool:
         """Whether the opened modules are still those of the capture: same flags, no new hooks, none replaced."""
         for siblings, name, module, attributes, flag, hooks in self.state:
             if siblings[name] is not module or attributes["training"] is not flag:
                 return False
-            for hook in hooks:
-                if hook:
+            for found in hooks:
+                if found and any(map(is_users, found.values())):
                     return False
         return True
+
+
+class Rewriter(Protocol):
+    """Captures and rewrites a call that fits no entry; `edits` are the changes of parameters made at first."""
+
+    edits: list[Any]
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry: ...
 
 
 class Program:
@@ -65,12 +74,12 @@ class Program:
 
     Attributes:
         entries: rewritten graphs, each with its guard.
-        rewrite: `(module, args, kwargs) -> Entry`, captures and rewrites a call that fits no entry.
+        rewrite: what makes an entry of a call that fits none.
         eager: why calls run the user's forward, where they do.
         misses: calls that fitted no entry.
     """
 
-    def __init__(self, entries: list[Entry], rewrite: Callable[[nn.Module, tuple, dict], Entry]):
+    def __init__(self, entries: list[Entry], rewrite: Rewriter):
         self.entries, self.rewrite = entries, rewrite
         self.eager = ""
         self.misses = 0
@@ -133,7 +142,7 @@ class Program:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "entries": [Entry(e.trace) for e in self.entries],
+            "entries": [dataclasses.replace(e, before=None, bound=None, state=[], run=None) for e in self.entries],
             "rewrite": self.rewrite,
             "eager": self.eager,
             "misses": self.misses,
@@ -170,6 +179,15 @@ class OptimizedMixin:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         self._fxspeed.move(fn)
         return result
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the user's class loads; takes state dicts of that class too."""
+        edits = self._fxspeed.rewrite.edits
+        if any(edit.lacks(state_dict) for edit in edits):
+            state_dict = dict(state_dict)
+            for edit in edits:
+                edit.adopt(state_dict)
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _bare, (self._fxspeed_class,), vars(self).copy()

@@ -21,7 +21,22 @@ from fxspeed.passes.drop_bias import DropBias
 from fxspeed.passes.fuse_pointwise import FusePointwise
 from fxspeed.passes.remove_syncs import RemoveSyncs
 
-__all__ = ["DEFAULT", "Captured", "Change", "Edit", "Pass", "Skip", "parse", "registry", "resolve"]
+__all__ = [
+    "DEFAULT",
+    "Autocast",
+    "Captured",
+    "Change",
+    "Checkpoint",
+    "DropBias",
+    "Edit",
+    "FusePointwise",
+    "Pass",
+    "RemoveSyncs",
+    "Skip",
+    "parse",
+    "registry",
+    "resolve",
+]
 
 #: The default pipeline, in order.
 DEFAULT = ("drop_bias", "remove_syncs", "fuse_pointwise", "checkpoint", "autocast")

@@ -55,6 +55,9 @@ class Edit(Protocol):
     def restore(self, state: dict[str, torch.Tensor]) -> None:
         """Turn a state dict of the changed module into one of the user's, in place."""
 
+    def lacks(self, state: dict[str, torch.Tensor]) -> bool:
+        """Whether a state dict holds what the changed module lacks, so that it is one of the user's."""
+
     def adopt(self, state: dict[str, torch.Tensor]) -> None:
         """Turn a state dict of the user's module into one of the changed, in place."""
 

@@ -96,6 +96,9 @@ class DroppedBias:
         like = state.get(f"{self.path}.weight", self.bias)
         state[f"{self.path}.bias"] = self.bias.to(like.device, like.dtype).clone()
 
+    def lacks(self, state: dict[str, torch.Tensor]) -> bool:
+        return f"{self.path}.bias" in state
+
     def adopt(self, state: dict[str, torch.Tensor]) -> None:
         bias = state.pop(f"{self.path}.bias", None)
         if bias is None:

@@ -13,16 +13,27 @@ from fxspeed.errors import Untraceable
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+#: Libraries whose hooks are part of their models: transformers collects hidden states and attentions with them.
+_LIBRARIES = ("transformers.",)
+
+
+def is_users(hook: Any) -> bool:
+    """Whether a hook is the user's rather than part of how a library's models work."""
+    return not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of the user's."""
+    return any(is_users(hook) for hooks in HOOKS for hook in getattr(module, hooks).values())
+
+
 def without_hooks(copied: nn.Module) -> nn.Module:
-    """A private copy of a model with all hooks gone: they are the user's, and what they do must not happen now."""
+    """A private copy of a model with the user's hooks gone: what they do must not happen now."""
     for module in copied.modules():
-        for hooks in (
-            *HOOKS,
-            "_forward_hooks_with_kwargs",
-            "_forward_pre_hooks_with_kwargs",
-            "_forward_hooks_always_called",
-        ):
-            getattr(module, hooks).clear()
+        for hooks in HOOKS:
+            found = getattr(module, hooks)
+            for key in [k for k, hook in found.items() if is_users(hook)]:
+                del found[key]
     return copied
 
 
@@ -46,7 +57,7 @@ class FakeClone:
         alive = {id(original): original for original in memo.get(id(memo), [])}  # what deepcopy keeps alive
         self.originals = {id(new): alive[old] for old, new in memo.items() if old in alive}
         #: ids of copied modules whose originals have hooks
-        self.hooked = {id(m) for m in self.module.modules() if any(getattr(m, hooks) for hooks in HOOKS)}
+        self.hooked = {id(m) for m in self.module.modules() if has_hooks(m)}
         without_hooks(self.module)
         self.tensor_paths: dict[int, str] = {}
         for path, tensor in [

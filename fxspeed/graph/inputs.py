@@ -108,9 +108,17 @@ class InputSpec:
         lines += [f"if not ({_python(r)}): return None" for r in relations]
         lines.append(f"return ({''.join(f't{i}, ' for i in range(len(self.tensors)))})")
         source = "def guard(args, kwargs):\n    " + "\n    ".join(lines) + "\n"
-        namespace: dict[str, Any] = {"c": self.constants, "plain": _PLAIN, "torch": torch, "math": math}
-        exec(source, namespace)  # generated above from the captured facts alone
-        return namespace["guard"], source
+        return compile_guard(source, self.constants), source
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tensors": [], "checks": self.checks, "constants": self.constants}
+
+
+def compile_guard(source: str, constants: list[Any]) -> Callable[[tuple, dict], tuple | None]:
+    """The guard function of a source that `InputSpec.guard` wrote."""
+    namespace: dict[str, Any] = {"c": constants, "plain": _PLAIN, "torch": torch, "math": math}
+    exec(source, namespace)
+    return namespace["guard"]
 
 
 def describe(forward: Callable, args: tuple, kwargs: Mapping[str, Any]) -> InputSpec:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from fxspeed.graph.pickling import pack, unpack
 from fxspeed.graph.trace import Trace
 
 
@@ -31,6 +32,12 @@ class Region(abc.ABC):
     note: str = ""
 
     decorator: ClassVar[str] = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self), graph=pack(self.graph))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, graph=unpack(state["graph"]))
 
     @abc.abstractmethod
     def bind(self, root: nn.Module, body: Callable) -> Callable:

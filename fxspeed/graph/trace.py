@@ -35,8 +35,9 @@ from torch.overrides import TorchFunctionMode
 
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime, structure
-from fxspeed.graph.clone import FakeClone
-from fxspeed.graph.inputs import CONSTANTS, InputSpec, describe
+from fxspeed.graph.clone import HOOKS, FakeClone
+from fxspeed.graph.inputs import CONSTANTS, InputSpec, compile_guard, describe
+from fxspeed.graph.pickling import pack, unpack
 from fxspeed.graph.probe import Probe
 from fxspeed.graph.symbols import SYMS, Symbols
 
@@ -130,7 +131,16 @@ class Trace:
     training: bool
     ambient: tuple
     specialized: tuple[str, ...]
-    fake_mode: FakeTensorMode
+    fake_mode: FakeTensorMode | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self), graph=pack(self.graph))
+        del state["guard"], state["fake_mode"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        guard = compile_guard(state["guard_source"], state["spec"].constants)
+        vars(self).update(state, graph=unpack(state["graph"]), guard=guard, fake_mode=None)
 
     def copy(self) -> Trace:
         """The same with a graph and constants of its own."""
@@ -850,6 +860,8 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module by identity, containers one level deep."""
     seen: dict[str, Any] = {}
     for name, value in vars(module).items():
+        if name in HOOKS or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
+            continue  # libraries watch their modules with hooks that the forward installs
         if name == "forward" and getattr(value, "__func__", None) is type(module).forward:
             continue  # wrapped for a while and put back, as libraries do that watch their modules
         if isinstance(value, dict):
@@ -882,7 +894,7 @@ class _Same:
 def _restore(module: nn.Module, state: dict[str, Any]) -> None:
     attributes = vars(module)
     for name in list(attributes):
-        if name not in state and name != "forward":
+        if name not in state and name != "forward" and "_hooks" not in name:
             del attributes[name]
     for name, same in state.items():
         attributes[name] = same.value
