@@ -58,7 +58,7 @@ def test_kinds_of_example_inputs(kind):
 
 def test_result_in_words_and_data():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    result = fxspeed.optimize(model, torch.randn(2, 3, 6, 6), memory_budget=0.9)
+    result = fxspeed.optimize(model, torch.randn(2, 3, 6, 6), memory_budget=1.0)
     text = str(result.report)
     assert "drop_bias" in text and "bias dropped" in text and max(map(len, text.splitlines())) <= 80
     data = json.loads(json.dumps(result.report.to_dict()))
@@ -165,7 +165,7 @@ _KINDS = ["conv", "norm", "relu", "drop", "skip", "shared", "gelu", "inplace", "
     plan=st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 5)), min_size=1, max_size=9),
     budget=st.sampled_from([None, 0.95, 0.9]),
 )
-def test_random_networks_stay_equal(plan, budget):
+def test_random_networks_stay_equal(plan, budget):  # the default pipeline, float64
     torch.manual_seed(len(plan))
     model, (x,) = doubled(Random(plan), (torch.randn(3, 4, 6, 6),))
     for module in model.modules():

@@ -26,9 +26,9 @@ class Wrong(Pass):
         for mode, trace in captured.traces.items():
             if self.fault == "eval" and mode == "train":
                 continue
-            for node in trace.graph.nodes:
+            for node in list(trace.graph.nodes):
                 if self.fault in ("output", "eval") and name_of(node) == "mul":
-                    node.update_arg(1, 2.0000001)
+                    node.update_arg(1, 2.000001)
                 if self.fault == "gradient" and name_of(node) == "mul":
                     with trace.graph.inserting_before(node):
                         source = node.args[0]
