@@ -172,7 +172,10 @@ def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[
             try:
                 traced = tracer.run()
             except _NeedsProbe:  # a module cannot be opened: see what it returns in a real run, outside of all modes
-                probe.run()
+                try:
+                    probe.run()
+                except Exception as error:
+                    raise Untraceable(f"the model does not run: {_reason(error)}") from error
                 continue
             except _NeedsNumber as need:  # float(tensor) must return a float: try again with the name replaced
                 names = spaces.setdefault(id(need.namespace), set())
