@@ -1,4 +1,4 @@
-"""GPT-2 from transformers (random weights, from a config): optimize with a budget, train a few steps on made-up text."""
+"""GPT-2 from transformers, random weights: optimize with a budget, train a few steps on made-up text."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fxspeed.cost.memory import largest, step_timeline, workspace
+from fxspeed.cost.memory import largest, step_timeline
 from fxspeed.cost.segments import Segment, StepModel
 from fxspeed.errors import BudgetError
 from fxspeed.graph.ops import is_random, module_of
@@ -105,7 +105,6 @@ class Checkpoint(Pass):
         captured.options["plain_timeline"] = plain
         base = 0 if isinstance(budget, float) else _resident_bytes(root)
         limit = budget * plain.peak if isinstance(budget, float) else parse_bytes(budget) - base
-        limit -= workspace(trace, root) * (1 - min(limit / plain.peak, 1) if isinstance(budget, float) else 1)
         if plain.peak <= limit or budget == 1.0:
             return [
                 Skip(
@@ -152,11 +151,7 @@ class Checkpoint(Pass):
         """Ways to cut the graph: k stretches of like weight, of which the first m are recomputed."""
         count = len(model.nodes)
         crossing = model.crossing()
-        weight = [
-            sum(model.size[k] for k in model.makes[i] if any(k in s for s in (model.saves[i],))) for i in range(count)
-        ]
-        for i in range(count):
-            weight[i] += sum(model.size[k] for k in model.saves[i] if model.maker[k] != i)
+        weight = [sum(model.size[k] for k in keys) for keys in model.saves]
         sums = [0]
         for w in weight:
             sums.append(sums[-1] + w)

@@ -79,7 +79,7 @@ def test_model(name):
     assert not [s for s in result.skipped if s.pass_name == "capture"], result.report
     tol = 1e-4
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-4, fused=True)
     step = result.train_step(loss_of, "adamw", lr=1e-4)
     for i in range(5):
         torch.manual_seed(i)
@@ -88,7 +88,7 @@ def test_model(name):
         want.backward()
         optimizer.step()
         torch.manual_seed(i)
-        got = step(kwargs if not args else args, *())
+        got = step(args or kwargs)
         torch.testing.assert_close(got, want.detach(), rtol=tol, atol=tol)
     for (key, p), q in zip(reference.named_parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-3, atol=1e-3, msg=lambda m, key=key: f"{key}: {m}")

@@ -128,10 +128,13 @@ class Random(nn.Module):
         self.shared = nn.Conv2d(4, 4, 1)
         for kind, n in plan:
             norm = {0: nn.BatchNorm2d(4), 1: nn.GroupNorm(2, 4), 2: nn.InstanceNorm2d(4)}[n % 3]
-            self.layers.append({
-                "conv": nn.Conv2d(4, 4, 3, padding=1, groups=1 + n % 2), "norm": norm, "relu": nn.ReLU(inplace=n % 2 == 0),
+            known = {
+                "conv": nn.Conv2d(4, 4, 3, padding=1, groups=1 + n % 2),
+                "norm": norm,
+                "relu": nn.ReLU(inplace=n % 2 == 0),
                 "drop": nn.Dropout(0.1 * n),
-            }.get(kind, nn.Identity()))  # fmt: skip
+            }
+            self.layers.append(known.get(kind, nn.Identity()))
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import random
+import signal
 import time
 import warnings
 from collections import Counter
@@ -213,7 +214,16 @@ def sources() -> dict[str, Callable[[], Iterator[tuple[str, Example]]]]:
     return {"timm": timm_models, "torchvision": torchvision_models, "transformers": transformers_models}
 
 
+class _TooLong(BaseException):
+    pass
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLong
+
+
 def main() -> int:
+    signal.signal(signal.SIGALRM, _too_long)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--source", choices=("timm", "torchvision", "transformers"), action="append")
@@ -238,10 +248,14 @@ def main() -> int:
         for name, (build, inputs) in chosen[: options.most]:
             row = known.get(f"{source}/{name}")
             if row is None:
+                signal.alarm(240)
                 try:
                     row = check(f"{source}/{name}", build, inputs)
+                except _TooLong:
+                    row = Row(f"{source}/{name}", "skipped", "takes more than four minutes here")
                 except Exception as error:
                     row = Row(f"{source}/{name}", "error", f"{type(error).__name__}: {str(error)[:200]}")
+                signal.alarm(0)
                 gc.collect()
                 print(
                     f"{row.status:8}{row.name:52}{row.nodes:6} nodes {row.seconds:6.1f} s {row.forwards:6.1f} forwards "

@@ -2,14 +2,13 @@
 
 The step is not modelled but run, on fake tensors: autograd, views, in-place writes and recomputation do what they
 do in a real step, only nothing is computed and nothing allocated. A dispatch mode watches every storage be made and
-released. Memory that operators take and give back inside themselves (workspaces) is not seen.
+released. What convolutions take and give back inside themselves is added (`fxspeed.cost.workspace`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import weakref
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fxspeed.cost.workspace import convolution_workspace
 from fxspeed.graph.clone import FakeClone
-from fxspeed.graph.ops import CONVOLUTIONS, module_of, name_of
 from fxspeed.graph.regions import bind, bytes_of
 from fxspeed.graph.structure import tensors_in
 from fxspeed.graph.trace import Trace, preserved_rng
@@ -45,6 +44,9 @@ class Timeline:
     flops: int
 
 
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +64,12 @@ class _Watch(TorchDispatchMode):
         for value in tree_leaves(output):
             if isinstance(value, torch.Tensor):
                 self.see(value)
+        if func in _CONVOLUTIONS:
+            backward = func is _CONVOLUTIONS[1]
+            source, weight, out = (args[1], args[2], args[0]) if backward else (args[0], args[1], output)
+            sizes = (bytes_of(source), bytes_of(weight), bytes_of(out))
+            taken = convolution_workspace(source, weight, out, sizes, backward)
+            self.events += [self.live + taken, self.live]
         return output
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -117,31 +125,6 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
             del loss, output
             total.backward()
         return Timeline(tuple(watch.events), max(watch.events), held, watch.flops)
-
-
-def workspace(trace: Trace, root: nn.Module) -> int:
-    """The most bytes that one convolution on a CPU takes inside itself, on top of what `step_timeline` sees.
-
-    In float32 and below oneDNN copies input and output into its own layout; in float64 PyTorch unfolds the input
-    (im2col), one column for each output position and kernel element.
-    """
-    most = 0
-    for node in trace.graph.nodes:
-        module, out = module_of(node, root), node.meta.get("val")
-        if not isinstance(out, torch.Tensor) or not node.all_input_nodes or out.device.type != "cpu":
-            continue
-        if isinstance(module, nn.modules.conv._ConvNd):
-            weight = module.weight
-        elif name_of(node) in CONVOLUTIONS:
-            weight = node.args[1].meta["val"]
-        else:
-            continue
-        if out.dtype is torch.float64:
-            size = bytes_of(out) // weight.shape[0] * math.prod(weight.shape[1:])
-        else:
-            size = bytes_of(out) + bytes_of(node.all_input_nodes[0].meta["val"])
-        most = max(most, size)
-    return most
 
 
 def largest(trace: Trace, count: int = 10) -> list[tuple[int, str, str]]:

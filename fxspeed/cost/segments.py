@@ -15,8 +15,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxspeed.cost.flops import node_flops
+from fxspeed.cost.workspace import convolution_workspace
 from fxspeed.graph import runtime
-from fxspeed.graph.ops import name_of
+from fxspeed.graph.ops import CONVOLUTIONS, module_of, name_of
 from fxspeed.graph.regions import bytes_of
 from fxspeed.graph.trace import Trace
 
@@ -44,7 +45,7 @@ class StepModel:
             for n in graph.nodes
             if n.op in ("placeholder", "get_attr")
             for t in _tensors(n.meta.get("val"))
-        } | {p for p in _parameter_storages(graph)}
+        }
         self.size: dict[int, int] = {}
         self.maker: dict[int, int] = {}
         self.last_read: dict[int, int] = {}
@@ -69,13 +70,17 @@ class StepModel:
             kept = set()
             for tensor in node.meta.get("saved", ()):
                 key = tensor.untyped_storage()._cdata
-                if key in fixed or (key not in self.maker and _is_parameter(tensor)):
+                if key in fixed:
                     continue
                 kept.add(key)
                 if key not in self.maker:
                     self.maker[key], self.size[key] = i, bytes_of(tensor)
                     self.makes[i].append(key)
             self.saves.append(kept)
+        self.savers: dict[int, list[int]] = defaultdict(list)  # nodes for which autograd keeps a storage
+        for i, keys in enumerate(self.saves):
+            for key in keys:
+                self.savers[key].append(i)
         for node in graph.output_node().all_input_nodes:
             for tensor in _tensors(node.meta.get("val")):
                 self.last_read[tensor.untyped_storage()._cdata] = len(self.nodes)
@@ -86,7 +91,25 @@ class StepModel:
                     continue
                 for tensor in _tensors(target.meta.get("val")):
                     self.written[tensor.untyped_storage()._cdata].append(i)
+        #: bytes taken inside each node beside its results: forward, backward (there with new gradients of parameters)
+        self.taken = [(f, b + _gradients(n, root)) for n in self.nodes for f, b in [self._workspace(n, root)]]
         self._closed = [self._closes(n) for n in self.nodes]
+
+    @staticmethod
+    def _workspace(node: fx.Node, root: nn.Module) -> tuple[int, int]:
+        module, out = module_of(node, root), node.meta.get("val")
+        if isinstance(module, nn.modules.conv._ConvNd):
+            weight: torch.Tensor = module.weight
+        elif name_of(node) in CONVOLUTIONS:
+            weight = node.args[1].meta["val"]
+        else:
+            return 0, 0
+        source = node.all_input_nodes[0].meta["val"]
+        if not isinstance(out, torch.Tensor):
+            return 0, 0
+        sizes = (bytes_of(source), bytes_of(weight), bytes_of(out))
+        forward, backward = (convolution_workspace(source, weight, out, sizes, b) for b in (False, True))
+        return forward, backward
 
     @staticmethod
     def _closes(node: fx.Node) -> bool:
@@ -150,7 +173,7 @@ class StepModel:
         start, stop = segment
         needed = stop
         while needed > start and not any(
-            self.maker.get(k, -1) == needed - 1 for i in range(needed - 1, stop) for k in self.saves[i]
+            needed - 1 <= u < stop for k in self.makes[needed - 1] for u in self.savers[k]
         ):
             needed -= 1
         return sum(self.flops[start:needed])
@@ -186,7 +209,7 @@ class StepModel:
             for key in self.makes[i]:
                 alive.add(key)
                 live += self.size[key]
-            peak = max(peak, live)
+            peak = max(peak, live + self.taken[i][0])
             for key in dying[i]:
                 if not holders.get(key) and key in alive:
                     alive.discard(key)
@@ -219,8 +242,8 @@ class StepModel:
                     for key in self.saves[j]:
                         holders[key] += 1
                     transient = sum(self.size[k] for k in self.makes[j])
-                    made += sum(self.size[k] for k in self.makes[j] if any(k in self.saves[u] for u in range(j, stop)))
-                    top = max(top, made + transient)
+                    made += sum(self.size[k] for k in self.makes[j] if any(j <= u < stop for u in self.savers[k]))
+                    top = max(top, made + transient + self.taken[j][0])
                 peak = max(peak, live + top)
                 for j in range(start, stop):
                     for key in self.saves[j]:
@@ -235,7 +258,7 @@ class StepModel:
                 if key in self.needs_grad and key not in grads:
                     grads[key] = self.size[key]
                     live += grads[key]
-            peak = max(peak, live)
+            peak = max(peak, live + self.taken[i][1])
             for key in self.makes[i]:
                 live -= grads.pop(key, 0)
             release(kept_by[i] if s < 0 else self.saves[i])
@@ -253,10 +276,12 @@ def _tensors(value: object) -> list[torch.Tensor]:
     )
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
-
-
-def _parameter_storages(graph: fx.Graph) -> list[int]:
-    """Storages of parameters that modules keep for backward without a node of the graph naming them."""
-    return [t.untyped_storage()._cdata for n in graph.nodes for t in n.meta.get("saved", ()) if _is_parameter(t)]
+def _gradients(node: fx.Node, root: nn.Module) -> int:
+    """Bytes of the gradients of parameters that a node's backward makes, before they are added to those there are."""
+    module = module_of(node, root)
+    own = (
+        module.parameters()
+        if module is not None
+        else (a.meta.get("val") for a in node.all_input_nodes if a.op == "get_attr")
+    )
+    return sum(bytes_of(p) for p in own if isinstance(p, torch.Tensor) and p.requires_grad)

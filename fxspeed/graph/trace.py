@@ -108,7 +108,8 @@ class Trace:
 
     Attributes:
         graph: the nodes. `meta["val"]` is the fake result, `meta["source"]` "file:line" in the user's code,
-            `meta["path"]` the module path, `meta["saved"]` the fake tensors autograd keeps for backward,
+            `meta["path"]` the module path, `meta["saved"]` the fake tensors that autograd keeps for backward (none of
+            the model's own),
             `meta["mutates"]` the nodes whose values the node writes into.
         spec: the call it was captured from.
         guard: `(args, kwargs) -> input tensors or None` for calls that do not match.
@@ -222,6 +223,8 @@ class _Tracer:
         self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.clone = FakeClone(model, self.fake_mode)
+        model_tensors = [*self.clone.module.parameters(), *self.clone.module.buffers()]
+        self.held = {t.untyped_storage()._cdata for t in model_tensors}  # in memory anyway, saved or not
         self.nodes: dict[int, fx.Node] = {}  # id of a tensor -> the node that made it
         self.alive: list[Any] = []  # so that ids stay unique
         self.constants: dict[str, Any] = {}
@@ -684,7 +687,8 @@ class _Tracer:
 
     def _facts(self, node: fx.Node, value: Any, mark: int, written: list[torch.Tensor]) -> None:
         self._fact(node, value)
-        node.meta["saved"] = tuple(self.saved[mark:])
+        kept = (t for t in self.saved[mark:] if t.untyped_storage()._cdata not in self.held)
+        node.meta["saved"] = tuple(kept)
         if written:
             node.meta["mutates"] = tuple(self._node_of(t) for t in written if id(t) in self.nodes)
             node.meta["writes"] = True
@@ -766,7 +770,7 @@ def _draws_random(node: fx.Node) -> bool:
 
 def _call(func: Callable, args: tuple, kwargs: dict) -> tuple[str, Any, tuple, dict]:
     """How a torch function is written in a graph: operator, method or function."""
-    name = _DUNDERS.get(func) or getattr(func, "__name__", "")
+    name = str(_DUNDERS.get(func) or getattr(func, "__name__", ""))
     method = getattr(torch.Tensor, name, None) is func or getattr(torch._C.TensorBase, name, None) is func
     if name in _OPERATORS and not kwargs:
         return "call_function", _OPERATORS[name], args, kwargs

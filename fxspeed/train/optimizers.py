@@ -56,6 +56,7 @@ def build(
     arguments = {"lr": lr, **options}
     if weight_decay is not None:
         arguments["weight_decay"] = weight_decay
+    make: Any = cls
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for name in arguments:
         if name not in known and not takes_any:
@@ -64,10 +65,10 @@ def build(
     why = "as asked for"
     if "fused" in known and not {"fused", "foreach", "capturable", "differentiable"} & set(options):
         try:
-            return cls(parameters, **arguments, fused=True), "fused: one kernel a step, no host read"
+            return make(parameters, **arguments, fused=True), "fused: one kernel a step, no host read"
         except (RuntimeError, ValueError):
             why = "foreach: no fused kernel for these parameters"
-    return cls(parameters, **arguments), why
+    return make(parameters, **arguments), why
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:
