@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 
 from fxspeed.errors import Error
 from fxspeed.graph import runtime
+from fxspeed.graph.facts import refresh
 from fxspeed.graph.ops import module_of, name_of
 from fxspeed.graph.regions import Region
 from fxspeed.graph.trace import Trace
@@ -112,6 +113,7 @@ class Autocast(Pass):
                 if node not in seen:
                     seen.add(node)
                     records.append(Change(self.name, node, what, "it loses digits or is refused in low precision"))
+            refresh(trace, captured.root)
         captured.options["low_precision"] = dtype
         return records
 
