@@ -20,9 +20,10 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from fxspeed.graph import runtime
 from fxspeed.graph.clone import without_hooks
 from fxspeed.graph.regions import Region, bind
-from fxspeed.graph.structure import tensors_in
+from fxspeed.graph.structure import map_tensors, tensors_in
 from fxspeed.graph.trace import Trace, preserved_rng
 from fxspeed.passes.base import Captured
 
@@ -44,44 +45,66 @@ class Outcome:
 def captured_equals_eager(trace: Trace, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
     """Empty if the captured graph gives what the model gives, within float rounding; else what differs."""
     with preserved_rng():
-        eager = _run(without_hooks(copy.deepcopy(model)), lambda m, a, k: m(*a, **k), (args, kwargs), backward=False)
-        graph = without_hooks(copy.deepcopy(model))
-        bound = bind(trace.graph, trace.constants, graph, "plain")
-        leaves = [t.value for t in trace.spec.tensors]
-        got = _run(graph, lambda m, a, k: bound.forward(*a), (tuple(leaves), {}), backward=False)
+        copied = _Copy(model, double=False)
+        eager = copied.run(lambda *a: copied.module(*a[0], **a[1]), (args, kwargs), False)
+        graph = bind(trace.graph, trace.constants, copied.module, "plain").forward
+        got = copied.run(graph, tuple(t.value for t in trace.spec.tensors), False)
     return _difference(eager, got, rtol=1e-4 if _lowest(eager) else 1e-6)
 
 
 def same_in_float64(before: Captured, after: Captured, backward: bool = True) -> str:
     """Empty if the graphs of `after` compute what those of `before` do, else the first difference, in words."""
-    for mode, old in before.traces.items():
-        new = after.traces[mode]
-        train = mode == "train"
-        with preserved_rng():
-            want = _in_float64(old, before, train and backward)
-            got = _in_float64(new, after, train and backward)
-        if want is None or got is None:  # an operation without float64
-            want = _plainly(old, before, train and backward)
-            got = _plainly(new, after, train and backward)
-            difference = _difference(want, got, rtol=1e-3, edits=(before.edits, after.edits))
-        else:
-            difference = _difference(want, got, rtol=_RTOL, edits=(before.edits, after.edits))
-        if difference:
-            return f"in {mode} mode {difference}"
+    with preserved_rng():
+        copied = _Copy(before.root, double=True)
+        for double, rtol in ((True, _RTOL), (False, 1e-3)):
+            if not double:  # an operation has no float64
+                copied = _Copy(before.root, double=False)
+            try:
+                return _compare(copied, before, after, backward, rtol)
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                if not double or ("type" not in str(error) and "implemented" not in str(error)):
+                    raise
     return ""
+
+
+def _compare(copied: _Copy, before: Captured, after: Captured, backward: bool, rtol: float) -> str:
+    wanted: dict[str, Outcome] = {}
+    for captured, edits in ((before, before.edits), (after, after.edits[len(before.edits) :])):
+        copied.edit(edits)
+        for mode, trace in captured.traces.items():
+            if len(after.edits) == len(before.edits) and _same_code(before.traces[mode], after.traces[mode]):
+                continue
+            outcome = copied.graph(trace, backward and mode == "train")
+            if captured is before:
+                wanted[mode] = outcome
+            elif difference := _difference(wanted[mode], outcome, rtol, (before.edits, after.edits)):
+                return f"in {mode} mode {difference}"
+    return ""
+
+
+def _same_code(old: Trace, new: Trace) -> bool:
+    code = [str(t.graph.python_code("self").src) for t in (old, new)]
+    return code[0] == code[1] and old.constants.keys() == new.constants.keys()
 
 
 def low_precision_error(before: Captured, after: Captured, device: torch.device, dtype: torch.dtype) -> str:
     """Empty if the error in low precision is at most `FACTOR` times plain autocast's, both against float64."""
     mode = "train" if "train" in before.traces else next(iter(before.traces))
+    old, new = before.traces[mode], after.traces[mode]
     with preserved_rng():
-        exact = _in_float64(before.traces[mode], before, backward=False) or _plainly(before.traces[mode], before, False)
+        precise = _Copy(before.root, double=True)
+        precise.edit(before.edits)
+        exact = precise.graph(old, False)
+        del precise
+        copied = _Copy(before.root, double=False)
+        copied.edit(before.edits)
         with torch.autocast(device.type, dtype):
             try:
-                plain = _plainly(before.traces[mode], before, False)
+                plain = copied.graph(old, False)
             except RuntimeError:
-                plain = None  # autocast refuses the model as it is: nothing to compare with but the bound below
-        got = _plainly(after.traces[mode], after, False)
+                plain = None  # autocast refuses the model as it is: the bound below is all there is
+        copied.edit(after.edits[len(before.edits) :])
+        got = copied.graph(new, False)
     bound = 8 * torch.finfo(dtype).eps
     for i, (reference, mine) in enumerate(zip(exact.outputs, got.outputs, strict=True)):
         if not reference.is_floating_point() or not reference.numel():
@@ -133,37 +156,51 @@ def region_matches(region: Region, root: nn.Module) -> str:
 
 
 # ---------------------------------------------------------------------- runs
-def _in_float64(trace: Trace, captured: Captured, backward: bool) -> Outcome | None:
-    module = without_hooks(copy.deepcopy(captured.root))
-    for edit in captured.edits:
-        edit.apply(module)
-    module = module.double()
-    constants = _raised_constants(trace.constants)
-    bound = bind(_raised(trace.graph), constants, module, "plain")
-    leaves = tuple(_double(t.value) for t in trace.spec.tensors)
-    try:
-        return _run(module, lambda m, a, k: bound.forward(*a), (leaves, {}), backward)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        if "not implemented" in str(error) or "dtype" in str(error).lower() or "type" in str(error).lower():
-            return None
-        raise
+class _Copy:
+    """A private copy of a module that graphs run on one after the other, each from the same buffers."""
 
+    def __init__(self, root: nn.Module, double: bool):
+        self.module, self.double = without_hooks(copy.deepcopy(root)), double
+        if double:
+            self.module = self.module.double()
+        self._remember()
 
-def _plainly(trace: Trace, captured: Captured, backward: bool) -> Outcome:
-    module = without_hooks(copy.deepcopy(captured.root))
-    for edit in captured.edits:
-        edit.apply(module)
-    bound = bind(trace.graph, trace.constants, module, "plain")
-    leaves = tuple(t.value for t in trace.spec.tensors)
-    return _run(module, lambda m, a, k: bound.forward(*a), (leaves, {}), backward)
+    def _remember(self) -> None:
+        self.buffers = {name: b.detach().clone() for name, b in self.module.named_buffers()}
+
+    def edit(self, edits: list[Any]) -> None:
+        """Change the module's own parameters and buffers."""
+        for edit in edits:
+            edit.apply(self.module)
+        self._remember()
+
+    def graph(self, trace: Trace, backward: bool) -> Outcome:
+        """One run of a graph, in float64 if the copy is."""
+        leaves = tuple(t.value for t in trace.spec.tensors)
+        if self.double:
+            bound = bind(_raised(trace.graph), _raised_constants(trace.constants), self.module, "plain")
+            leaves = tuple(map(_double, leaves))
+        else:
+            bound = bind(trace.graph, trace.constants, self.module, "plain")
+        with runtime.unwinding():
+            return self.run(bound.forward, leaves, backward)
+
+    def run(self, call: Callable, inputs: tuple, backward: bool) -> Outcome:
+        """Outputs, gradients and buffers after one call; the copy is as before then."""
+        try:
+            return _run(self.module, call, inputs, backward)
+        finally:
+            for name, buffer in self.module.named_buffers():
+                if name in self.buffers:
+                    buffer.copy_(self.buffers[name])
+            for parameter in self.module.parameters():
+                parameter.grad = None
 
 
 def _run(module: nn.Module, call: Callable, inputs: tuple, backward: bool) -> Outcome:
     torch.manual_seed(0)
-    args, kwargs = copy.deepcopy(_detached(inputs))
     with torch.set_grad_enabled(backward), torch.random.fork_rng(devices=[]):
-        output = call(module, args, kwargs)
-        outputs = tensors_in(output)
+        outputs = tensors_in(call(*_detached(inputs)))
         terms = [(t * _weights(t)).sum() for t in outputs if t.requires_grad]
         if backward and terms:
             total = terms[0]
@@ -171,7 +208,8 @@ def _run(module: nn.Module, call: Callable, inputs: tuple, backward: bool) -> Ou
                 total = total + term.to(total)
             total.backward()
     gradients = {n: p.grad for n, p in module.named_parameters()} if backward else {}
-    return Outcome([t.detach() for t in outputs], gradients, {n: b.detach() for n, b in module.named_buffers()})
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    return Outcome([t.detach() for t in outputs], gradients, buffers)
 
 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,12 +230,10 @@ def _difference(want: Outcome, got: Outcome, rtol: float, edits: tuple[list, lis
         (f"the gradient of {n}", w, got.gradients.get(n)) for n, w in want.gradients.items() if n in got.gradients
     ]
     pairs += [(f"buffer {n}", w, buffers.get(n)) for n, w in wanted.items()]
-    scales = [float(w.abs().max()) for _, w, _ in pairs if w is not None and w.is_floating_point() and w.numel()]
-    largest = max([s for s in scales if s == s and s != float("inf")], default=1.0)
     for name, w, g in pairs:
         if w is None or g is None:
             other = w if w is not None else g
-            if other is not None and float(other.abs().max()) > rtol * max(largest, 1.0):
+            if other is not None and float(other.abs().max()) > rtol:
                 return f"{name} is missing on one side"
             continue
         if w.shape != g.shape or w.dtype != g.dtype:
@@ -208,8 +244,10 @@ def _difference(want: Outcome, got: Outcome, rtol: float, edits: tuple[list, lis
             continue
         if not w.numel():
             continue
-        scale = torch.nan_to_num(w, 0.0, 0.0, 0.0).abs().max().clamp_min(1e-6 * min(largest, 1.0)).item()
-        if not torch.allclose(w, g, rtol=rtol, atol=rtol * max(scale, 1e-3), equal_nan=True):
+        off, scale = float((w - g).abs().max()), float(w.abs().max())
+        if not off <= rtol * max(scale, 1e-3):  # also where there are infinities and NaNs, which must agree
+            if torch.allclose(w, g, rtol=rtol, atol=rtol * 1e-3, equal_nan=True):
+                continue
             off = torch.nan_to_num(w - g).abs().max().item()
             return f"{name} is off by {off:.2e} (largest value {scale:.2e})"
     return ""
@@ -230,15 +268,9 @@ def _raised(graph: fx.Graph) -> fx.Graph:
         node.kwargs = map_aggregate(node.kwargs, raise_dtype)
         if node.op == "call_method" and node.target in ("float", "half", "bfloat16"):
             node.target = "double"
-        if node.target is fx_enter_autocast():
+        if node.target is runtime.enter_autocast:
             node.args = (node.args[0], None, False, *node.args[3:])
     return copied
-
-
-def fx_enter_autocast() -> Callable:
-    from fxspeed.graph.runtime import enter_autocast
-
-    return enter_autocast
 
 
 def _raised_constants(constants: dict[str, Any]) -> dict[str, Any]:
@@ -255,8 +287,6 @@ def _double(value: torch.Tensor) -> torch.Tensor:
 
 
 def _detached(tree: Any) -> Any:
-    from fxspeed.graph.structure import map_tensors
-
     def leaf(t: torch.Tensor) -> torch.Tensor:
         return t.detach().clone().requires_grad_(t.requires_grad)
 
