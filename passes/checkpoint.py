@@ -2,7 +2,8 @@
 
 Rule: the graph is cut where few bytes cross, into as many stretches as the budget needs; the plan that meets the
 budget with the fewest recomputed FLOPs is taken. Each stretch runs under `torch.utils.checkpoint` (non-reentrant):
-only its inputs are kept, the rest is computed again when backward reaches it. Recomputation leaves no second trace:
+its inputs are kept, and the results of those convolutions and linear layers that cost much to compute for the bytes
+they take; the rest is computed again when backward reaches it. Recomputation leaves no second trace:
 buffers that a stretch writes (BatchNorm statistics) are swapped for copies meanwhile, random numbers are replayed,
 autocast is as it was.
 
@@ -23,12 +24,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxspeed.cost.memory import largest, step_timeline
-from fxspeed.cost.segments import Segment, StepModel
+from fxspeed.cost.segments import Estimate, Segment, StepModel
 from fxspeed.errors import BudgetError
+from fxspeed.graph.keep import Results, can_keep, keep, keeping
 from fxspeed.graph.ops import is_random, module_of
 from fxspeed.graph.regions import Region, bytes_of, extract, free_name
 from fxspeed.graph.trace import Trace
@@ -41,6 +43,7 @@ class CheckpointRegion(Region):
 
     buffers: tuple[str, ...] = ()
     random: bool = False
+    keeps: bool = False
 
     decorator: ClassVar[str] = "recomputed_in_backward"
 
@@ -53,8 +56,14 @@ class CheckpointRegion(Region):
         def run(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return body(*inputs)
+            results = Results()
+
+            def again(*inputs: Any) -> Any:
+                with keeping(results):
+                    return body(*inputs)
+
             return checkpoint(
-                body,
+                again if self.keeps else body,
                 *inputs,
                 use_reentrant=False,
                 preserve_rng_state=self.random,
@@ -63,6 +72,14 @@ class CheckpointRegion(Region):
             )
 
         return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Stretches of `StepModel.nodes` to recompute, and the nodes in them whose results are kept."""
+
+    segments: tuple[Segment, ...]
+    kept: frozenset[int] = frozenset()
 
 
 class _StatisticsApart:
@@ -89,11 +106,13 @@ class Checkpoint(Pass):
     Options:
         budget: share of the plain step's peak in (0, 1], or bytes; None takes `optimize(memory_budget=...)`.
         most: the largest number of stretches tried.
+        shares: shares of the convolutions and linear layers whose results are kept, as tried.
     """
 
     name: ClassVar[str] = "checkpoint"
     budget: float | int | str | None = None
     most: int = 48
+    shares: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
     def run(self, captured: Captured) -> list[Change | Skip]:
         budget = self.budget if self.budget is not None else captured.options.get("memory_budget")
@@ -117,37 +136,51 @@ class Checkpoint(Pass):
             raise BudgetError(_refusal(budget, timeline, plain.peak, base, trace))
         return self._rewrite(trace, root, model, chosen, timeline, captured)
 
-    def _search(self, captured: Captured, model: StepModel, limit: float) -> tuple[list[Segment] | None, Any]:
+    def _search(self, captured: Captured, model: StepModel, limit: float) -> tuple[Plan | None, Any]:
         """The cheapest plan whose exact peak is within the limit; without one, None and the lowest peak seen."""
-        plans = sorted(self._plans(model), key=lambda p: (p[0].extra_flops, p[0].peak))
+        plans = sorted(self._plans(model, captured.root), key=lambda p: (p[0].extra_flops, p[0].peak))
         lowest = None
         margin = 1.0
         for _ in range(6):
             fitting = [p for p in plans if p[0].peak <= limit * margin]
             if not fitting:
                 break
-            estimate, segments = fitting[0]
-            timeline = self._exact(captured, model, segments)
+            estimate, plan = fitting[0]
+            timeline = self._exact(captured, model, plan)
             if timeline.peak <= limit:
-                return segments, timeline
+                return plan, timeline
             lowest = timeline if lowest is None or timeline.peak < lowest.peak else lowest
             margin = min(margin, estimate.peak / limit) * min(limit / timeline.peak, 0.99)
-        for _, segments in sorted(plans, key=lambda p: p[0].peak)[:4]:
-            timeline = self._exact(captured, model, segments)
+        for _, plan in sorted(plans, key=lambda p: p[0].peak)[:4]:
+            timeline = self._exact(captured, model, plan)
             if timeline.peak <= limit:
-                return segments, timeline
+                return plan, timeline
             lowest = timeline if lowest is None or timeline.peak < lowest.peak else lowest
         return None, lowest
 
-    def _exact(self, captured: Captured, model: StepModel, segments: list[Segment]) -> Any:
+    def _exact(self, captured: Captured, model: StepModel, plan: Plan) -> Any:
         trial = captured.traces["train"].copy()
         by_name = {n.name: n for n in trial.graph.nodes}
-        for start, stop in segments:
+        for start, stop in plan.segments:
             nodes = [by_name[n.name] for n in model.nodes[start:stop]]
-            _extract(trial, captured.root, nodes)
+            kept = {by_name[model.nodes[i].name] for i in plan.kept if start <= i < stop}
+            _extract(trial, captured.root, nodes, kept)
         return step_timeline(trial, captured.root)
 
-    def _plans(self, model: StepModel) -> Iterator[tuple[Any, list[Segment]]]:
+    def _plans(self, model: StepModel, root: nn.Module) -> Iterator[tuple[Estimate, Plan]]:
+        """Ways to cut the graph, each with ways to keep: those dearest to compute for their bytes first."""
+        dear = [i for i, n in enumerate(model.nodes) if can_keep(n, root) and model.makes[i]]
+        dear.sort(key=lambda i: model.flops[i] / max(sum(model.size[k] for k in model.makes[i]), 1), reverse=True)
+        for segments in self._cuts(model):
+            inside = {i for start, stop in segments for i in range(start, model.needed((start, stop)))}
+            seen = set()
+            for share in self.shares if dear else (0.0,):
+                kept = frozenset(i for i in dear[: round(share * len(dear))] if i in inside)
+                if kept not in seen:
+                    seen.add(kept)
+                    yield model.peak(segments, kept), Plan(tuple(segments), kept)
+
+    def _cuts(self, model: StepModel) -> Iterator[list[Segment]]:
         """Ways to cut the graph: k stretches of like weight, of which the first m are recomputed."""
         count = len(model.nodes)
         crossing = model.crossing()
@@ -172,27 +205,32 @@ class Checkpoint(Pass):
                 plan = stretches[:m]
                 if tuple(plan) not in seen:
                     seen.add(tuple(plan))
-                    yield model.peak(plan), plan
+                    yield plan
 
-    def _rewrite(self, trace: Trace, root: nn.Module, model, segments, timeline, captured) -> list[Change | Skip]:
+    def _rewrite(self, trace: Trace, root: nn.Module, model, plan: Plan, timeline, captured) -> list[Change | Skip]:
         records: list[Change | Skip] = []
         whole = max(sum(model.flops), 1)
-        for start, stop in segments:
+        for start, stop in plan.segments:
             nodes = model.nodes[start:stop]
+            kept = {model.nodes[i] for i in plan.kept if start <= i < stop}
             freed = sum(
                 {
-                    k: model.size[k] for i in range(start, stop) for k in model.saves[i] if model.maker[k] >= start
+                    k: model.size[k]
+                    for i in range(start, stop)
+                    for k in model.saves[i]
+                    if model.maker[k] >= start and model.maker[k] not in plan.kept
                 }.values()
             )
-            work = model.work((start, stop))
+            work = model.work((start, stop), plan.kept)
             first, last = nodes[0], nodes[-1]
             note = f"frees {_mib(freed)}, costs {100 * work / (3 * whole):.1f}% of a step's FLOPs"
-            name = _extract(trace, root, nodes, note)
+            names = f" but {', '.join(n.name for n in model.nodes[start:stop] if n in kept)}" if kept else ""
+            name = _extract(trace, root, nodes, kept, note)
             records.append(
                 Change(
                     self.name,
                     name,
-                    f"{first.name} to {last.name} ({len(nodes)} nodes) recomputed in backward",
+                    f"{first.name} to {last.name} ({len(nodes)} nodes) recomputed in backward{names}",
                     "the memory budget",
                     {"bytes": freed, "flops": -work},
                 )
@@ -201,7 +239,7 @@ class Checkpoint(Pass):
         return records
 
 
-def _extract(trace: Trace, root: nn.Module, nodes: list, note: str = "") -> str:
+def _extract(trace: Trace, root: nn.Module, nodes: list, kept: set, note: str = "") -> str:
     name = free_name(trace, "checkpoint")
     buffers: list[str] = []
     random = False
@@ -214,11 +252,19 @@ def _extract(trace: Trace, root: nn.Module, nodes: list, note: str = "") -> str:
             if module is not None and part.meta.get("writes"):
                 buffers += [f"{part.target}.{b}" for b, value in module.named_buffers() if value is not None]
             buffers += [str(a.target) for a in part.meta.get("mutates", ()) if a.op == "get_attr"]
+    names = {n.name for n in kept}
+
+    def make(graph: fx.Graph, constants: dict[str, Any]) -> CheckpointRegion:
+        for node in list(graph.nodes):
+            if node.name in names and node.op != "placeholder":
+                keep(graph, node, root)
+        return CheckpointRegion(graph, constants, note, tuple(dict.fromkeys(buffers)), random, bool(kept))
+
     extract(
         trace,
         nodes,
         name,
-        lambda graph, constants: CheckpointRegion(graph, constants, note, tuple(dict.fromkeys(buffers)), random),
+        make,
     )
     return name
 

@@ -168,18 +168,25 @@ class StepModel:
             sums.append(total)
         return sums
 
-    def work(self, segment: Segment) -> int:
-        """FLOPs of running a segment again, up to the last tensor that is needed."""
+    def needed(self, segment: Segment) -> int:
+        """Where running a segment again may stop: behind the last node that makes what autograd keeps."""
         start, stop = segment
         needed = stop
         while needed > start and not any(
             needed - 1 <= u < stop for k in self.makes[needed - 1] for u in self.savers[k]
         ):
             needed -= 1
-        return sum(self.flops[start:needed])
+        return needed
 
-    def peak(self, segments: list[Segment]) -> Estimate:
-        """The peak of a step in which each of `segments` (disjoint, in order) is recomputed in backward."""
+    def work(self, segment: Segment, kept: frozenset[int] = frozenset()) -> int:
+        """FLOPs of running a segment again without the nodes in `kept`, up to the last tensor that is needed."""
+        return sum(self.flops[j] for j in range(segment[0], self.needed(segment)) if j not in kept)
+
+    def peak(self, segments: list[Segment], kept: frozenset[int] = frozenset()) -> Estimate:
+        """The peak of a step in which each of `segments` (disjoint, in order) is recomputed in backward.
+
+        The results of the nodes in `kept` stay in memory until then and are not computed again.
+        """
         n = len(self.nodes)
         inside = [-1] * n
         for s, (start, stop) in enumerate(segments):
@@ -187,6 +194,7 @@ class StepModel:
         holders: dict[int, int] = defaultdict(int)  # storage -> units of backward that still need it
         kept_by: list[set[int]] = []
         inputs: list[set[int]] = [set() for _ in segments]
+        results: list[set[int]] = [set() for _ in segments]
         for i in range(n):
             s = inside[i]
             if s < 0:
@@ -197,7 +205,9 @@ class StepModel:
                 kept_by.append(set())
                 start = segments[s][0]
                 inputs[s] |= {k for k in self.reads[i] if self.maker.get(k, -1) < start}
-        for keys in inputs:
+                if i in kept:
+                    results[s] |= set(self.makes[i])
+        for keys in (*inputs, *results):
             for key in keys:
                 holders[key] += 1
         dying: dict[int, list[int]] = defaultdict(list)
@@ -236,11 +246,13 @@ class StepModel:
             if s >= 0 and s != entered:
                 entered = s
                 start, stop = segments[s]
-                extra += self.work(segments[s])
+                extra += self.work(segments[s], kept)
                 made = transient = top = 0
                 for j in range(start, stop):  # run again: what autograd keeps stays, the rest passes
                     for key in self.saves[j]:
                         holders[key] += 1
+                    if j in kept:
+                        continue
                     transient = sum(self.size[k] for k in self.makes[j])
                     made += sum(self.size[k] for k in self.makes[j] if any(j <= u < stop for u in self.savers[k]))
                     top = max(top, made + transient + self.taken[j][0])
@@ -250,6 +262,7 @@ class StepModel:
                         if key not in alive:
                             alive.add(key)
                             live += self.size[key]
+                release(results[s])
             for key in self.reads[i]:
                 if key in self.needs_grad and key not in grads:
                     grads[key] = self.size.get(key, 0)

@@ -43,9 +43,9 @@ def test_the_quick_model_follows_the_exact_one(make):
     found = trace(model, (x,), {})
     quick, planner = StepModel(found, model), Checkpoint()
     captured = Captured(model, {"train": found})
-    plans = sorted(planner._plans(quick), key=lambda p: p[0].peak)
-    for estimate, segments in plans[:: max(len(plans) // 5, 1)]:
-        exact = planner._exact(captured, quick, segments)
+    plans = sorted(planner._plans(quick, model), key=lambda p: p[0].peak)
+    for estimate, plan in plans[:: max(len(plans) // 5, 1)]:
+        exact = planner._exact(captured, quick, plan)
         assert exact.peak == pytest.approx(estimate.peak, rel=0.12)
 
 
