@@ -29,7 +29,7 @@ from fxspeed.passes.base import Captured
 
 #: The error of the rewritten model in low precision may be this many times that of plain autocast.
 FACTOR = 2.0
-_RTOL = 1e-8
+_RTOL = 1e-7  # graphs may hold float32 constants
 _REDUCED = (torch.float32, torch.float16, torch.bfloat16)
 
 

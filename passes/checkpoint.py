@@ -31,7 +31,7 @@ from fxspeed.cost.memory import largest, step_timeline
 from fxspeed.cost.segments import Estimate, Segment, StepModel
 from fxspeed.errors import BudgetError
 from fxspeed.graph.keep import Results, can_keep, keep, keeping
-from fxspeed.graph.ops import is_random, module_of
+from fxspeed.graph.ops import is_random, module_of, name_of
 from fxspeed.graph.regions import Region, bytes_of, extract, free_name
 from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured, Change, Pass, Skip
@@ -105,13 +105,19 @@ class Checkpoint(Pass):
 
     Options:
         budget: share of the plain step's peak in (0, 1], or bytes; None takes `optimize(memory_budget=...)`.
+        room: share of the budget left free for what the prediction does not see.
         most: the largest number of stretches tried.
+        refined: plans that are improved step by step.
+        effort: how much of that is done: nodes walked for each of them.
         shares: shares of the convolutions and linear layers whose results are kept, as tried.
     """
 
     name: ClassVar[str] = "checkpoint"
     budget: float | int | str | None = None
     most: int = 48
+    room: float = 0.025
+    refined: int = 3
+    effort: int = 100_000
     shares: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
     def run(self, captured: Captured) -> list[Change | Skip]:
@@ -124,6 +130,7 @@ class Checkpoint(Pass):
         captured.options["plain_timeline"] = plain
         base = 0 if isinstance(budget, float) else _resident_bytes(root)
         limit = budget * plain.peak if isinstance(budget, float) else parse_bytes(budget) - base
+        limit *= 1 - self.room
         if plain.peak <= limit or budget == 1.0:
             return [
                 Skip(
@@ -131,21 +138,26 @@ class Checkpoint(Pass):
                 )
             ]
         model = StepModel(trace, root)
-        chosen, timeline = self._search(captured, model, limit)
+        plans = sorted(self._plans(model, root), key=lambda p: (p[0].extra_flops, p[0].peak))
+        chosen, timeline = self._search(captured, model, plans, limit)
+        if chosen is None:  # without room to spare then
+            chosen, timeline = self._search(captured, model, plans, limit / (1 - self.room))
         if chosen is None:
             raise BudgetError(_refusal(budget, timeline, plain.peak, base, trace))
         return self._rewrite(trace, root, model, chosen, timeline, captured)
 
-    def _search(self, captured: Captured, model: StepModel, limit: float) -> tuple[Plan | None, Any]:
+    def _search(self, captured: Captured, model: StepModel, plans: list, limit: float) -> tuple[Plan | None, Any]:
         """The cheapest plan whose exact peak is within the limit; without one, None and the lowest peak seen."""
-        plans = sorted(self._plans(model, captured.root), key=lambda p: (p[0].extra_flops, p[0].peak))
         lowest = None
         margin = 1.0
         for _ in range(6):
             fitting = [p for p in plans if p[0].peak <= limit * margin]
+            near = fitting[: self.refined] or sorted(plans, key=lambda p: p[0].peak)[: self.refined]
+            better = [self._refine(model, p[0], p[1], limit * margin, captured.root) for p in near]
+            fitting = [p for p in (*better, *fitting[:1]) if p[0].peak <= limit * margin]
             if not fitting:
                 break
-            estimate, plan = fitting[0]
+            estimate, plan = min(fitting, key=lambda p: (p[0].extra_flops, p[0].peak))
             timeline = self._exact(captured, model, plan)
             if timeline.peak <= limit:
                 return plan, timeline
@@ -157,6 +169,51 @@ class Checkpoint(Pass):
                 return plan, timeline
             lowest = timeline if lowest is None or timeline.peak < lowest.peak else lowest
         return None, lowest
+
+    def _refine(
+        self, model: StepModel, estimate: Estimate, plan: Plan, limit: float, root: nn.Module
+    ) -> tuple[Estimate, Plan]:
+        """Improve a plan step by step: keep or drop single results, shift borders, leave stretches alone.
+
+        A step is taken when it brings a peak above the limit down, or within the limit saves FLOPs.
+        """
+        tries = max(20, self.effort // max(len(model.nodes), 1))
+        able = [i for i, n in enumerate(model.nodes) if model.makes[i] and can_keep(n, root)]
+
+        def worth(e: Estimate) -> tuple[float, float]:
+            return max(e.peak - limit, 0), e.extra_flops
+
+        def neighbours(plan: Plan) -> Iterator[Plan]:
+            covered = {i for a, b in plan.segments for i in range(a, model.needed((a, b)))}
+            for i in sorted(able, key=lambda i: -model.flops[i]):
+                if i in covered:
+                    yield dataclasses.replace(plan, kept=plan.kept ^ {i})
+            for s in range(len(plan.segments)):
+                yield Plan(plan.segments[:s] + plan.segments[s + 1 :], plan.kept)
+            for s, (a, b) in enumerate(plan.segments):
+                for shift in (-1, 1, -2, 2, -4, 4):
+                    segments = list(plan.segments)
+                    segments[s] = (a, b + shift)
+                    after = segments[s + 1] if s + 1 < len(segments) else None
+                    if after is not None and after[0] == b:
+                        segments[s + 1] = (b + shift, after[1])
+                    if all(x < y for x, y in segments) and segments[s][1] <= len(model.nodes):
+                        ends = [x for pair in segments for x in pair]
+                        if ends == sorted(ends) and all(map(model.valid, segments[s : s + 2])):
+                            yield Plan(tuple(segments), plan.kept)
+
+        moved = True
+        while moved and tries > 0:
+            moved = False
+            for other in neighbours(plan):
+                tries -= 1
+                found = model.peak(list(other.segments), other.kept)
+                if worth(found) < worth(estimate):
+                    estimate, plan, moved = found, other, True
+                    break
+                if tries <= 0:
+                    break
+        return estimate, plan
 
     def _exact(self, captured: Captured, model: StepModel, plan: Plan) -> Any:
         trial = captured.traces["train"].copy()
@@ -171,7 +228,8 @@ class Checkpoint(Pass):
         """Ways to cut the graph, each with ways to keep: those dearest to compute for their bytes first."""
         dear = [i for i, n in enumerate(model.nodes) if can_keep(n, root) and model.makes[i]]
         dear.sort(key=lambda i: model.flops[i] / max(sum(model.size[k] for k in model.makes[i]), 1), reverse=True)
-        for segments in self._cuts(model):
+        costly = [i for i, n in enumerate(model.nodes) if name_of(n) in _COSTLY and not can_keep(n, root)]
+        for segments in _around(self._cuts(model), costly):
             inside = {i for start, stop in segments for i in range(start, model.needed((start, stop)))}
             seen = set()
             for share in self.shares if dear else (0.0,):
@@ -206,6 +264,16 @@ class Checkpoint(Pass):
                 if tuple(plan) not in seen:
                     seen.add(tuple(plan))
                     yield plan
+        for depth in (1, 2, 3, 4):  # module by module, as one would by hand
+            prefixes = [tuple(str(n.meta.get("path", "")).split(".")[:depth]) for n in model.nodes]
+            edges = [0, *(i for i in range(1, count) if prefixes[i] != prefixes[i - 1]), count]
+            stretches = [p for a, b in itertools.pairwise(edges) for p in model.pieces((a, b)) if b - a > 1]
+            stretches = [s for s in stretches if any(model.saves[s[0] : s[1]])]
+            for m in {len(stretches), len(stretches) * 3 // 4, len(stretches) // 2}:
+                plan = stretches[:m]
+                if plan and tuple(plan) not in seen:
+                    seen.add(tuple(plan))
+                    yield plan
 
     def _rewrite(self, trace: Trace, root: nn.Module, model, plan: Plan, timeline, captured) -> list[Change | Skip]:
         records: list[Change | Skip] = []
@@ -237,6 +305,23 @@ class Checkpoint(Pass):
             )
         captured.options["planned_timeline"] = timeline
         return records
+
+
+#: Operations that cost much to compute and whose results cannot be kept inside a stretch.
+_COSTLY = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"])
+
+
+def _around(cuts: Iterator[list[Segment]], costly: list[int]) -> Iterator[list[Segment]]:
+    """Each way to cut, and the same with the costly nodes left out of the stretches."""
+    for segments in cuts:
+        yield segments
+        parts: list[Segment] = []
+        for start, stop in segments:
+            edges = [start, *(i for i in costly if start <= i < stop), stop]
+            parts += [(a if a == start else a + 1, b) for a, b in itertools.pairwise(edges)]
+        parts = [(a, b) for a, b in parts if a < b]
+        if parts != segments:
+            yield parts
 
 
 def _extract(trace: Trace, root: nn.Module, nodes: list, kept: set, note: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ def step_peak(model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = Non
     def step() -> None:
         torch.stack([t.sum() for t in tensors_in(model(*args, **(kwargs or {}))) if t.requires_grad]).sum().backward()
 
+    gc.collect()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     step()

@@ -26,7 +26,7 @@ import numpy
 import sympy
 import torch
 from torch import fx, nn
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -477,7 +477,7 @@ class _Tracer:
         watched = [*self._tensors((args, kwargs)), *(b for b in module.buffers())]
         versions = [t._version for t in watched]
         mark = len(self.saved)
-        with self._pause():
+        with self._pause(), _as_eager(type(module).__name__):
             output = original(module, *args, **kwargs)
         if isinstance(module, _MODAL):
             self.flags[path] = module.training
@@ -557,7 +557,8 @@ class _Tracer:
         with self._pause():
             versions = [t._version if not t.is_inference() else 0 for t in watched]
             mark = len(self.saved)
-            output = func(*args, **kwargs)
+            with _as_eager(name):
+                output = func(*args, **kwargs)
             written = [t for t, v in zip(watched, versions, strict=True) if not t.is_inference() and t._version != v]
         if not written and not _has_nodes(output):
             return output
@@ -766,6 +767,12 @@ def _draws_random(node: fx.Node) -> bool:
             "multi_head",
         )
     )
+
+
+def _as_eager(name: str) -> Any:
+    """Dropout and attention as eager runs them: their decompositions keep other tensors for backward."""
+    plain = "dropout" in name.lower() or name == "scaled_dot_product_attention"
+    return no_python_dispatcher() if plain else contextlib.nullcontext()
 
 
 def _call(func: Callable, args: tuple, kwargs: dict) -> tuple[str, Any, tuple, dict]:
