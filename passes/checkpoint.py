@@ -265,7 +265,10 @@ class Checkpoint(Pass):
                     seen.add(tuple(plan))
                     yield plan
         for depth in (1, 2, 3, 4):  # module by module, as one would by hand
-            prefixes = [tuple(str(n.meta.get("path", "")).split(".")[:depth]) for n in model.nodes]
+            prefixes: list[tuple[str, ...]] = []
+            for node in model.nodes:  # numbers belong to the module around them
+                own = "path" in node.meta or not prefixes
+                prefixes.append(tuple(str(node.meta.get("path", "")).split(".")[:depth]) if own else prefixes[-1])
             edges = [0, *(i for i in range(1, count) if prefixes[i] != prefixes[i - 1]), count]
             stretches = [p for a, b in itertools.pairwise(edges) for p in model.pieces((a, b)) if b - a > 1]
             stretches = [s for s in stretches if any(model.saves[s[0] : s[1]])]

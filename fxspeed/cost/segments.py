@@ -168,6 +168,10 @@ class StepModel:
             sums.append(total)
         return sums
 
+    def _saved(self, key: int, segment: Segment) -> bool:
+        """Whether autograd keeps a storage for a node of the segment."""
+        return any(segment[0] <= u < segment[1] for u in self.savers[key])
+
     def needed(self, segment: Segment) -> int:
         """Where running a segment again may stop: behind the last node that makes what autograd keeps."""
         start, stop = segment
@@ -247,15 +251,21 @@ class StepModel:
                 entered = s
                 start, stop = segments[s]
                 extra += self.work(segments[s], kept)
-                made = transient = top = 0
-                for j in range(start, stop):  # run again: what autograd keeps stays, the rest passes
+                again = top = 0
+                for j in range(start, self.needed(segments[s])):  # run again: what autograd keeps stays
                     for key in self.saves[j]:
                         holders[key] += 1
                     if j in kept:
                         continue
-                    transient = sum(self.size[k] for k in self.makes[j])
-                    made += sum(self.size[k] for k in self.makes[j] if any(j <= u < stop for u in self.savers[k]))
-                    top = max(top, made + transient + self.taken[j][0])
+                    again += sum(self.size[k] for k in self.makes[j])
+                    top = max(top, again + self.taken[j][0])
+                    for key in self.reads[j].union(self.makes[j]):
+                        passing = self.maker.get(key, -1) >= start and self.maker[key] not in kept
+                        if passing and self.last_read.get(key, j) == j and not self._saved(key, segments[s]):
+                            again -= self.size[key]
+                for j in range(self.needed(segments[s]), stop):
+                    for key in self.saves[j]:
+                        holders[key] += 1
                 peak = max(peak, live + top)
                 for j in range(start, stop):
                     for key in self.saves[j]:
