@@ -177,11 +177,12 @@ class _Copy:
     def graph(self, trace: Trace, backward: bool) -> Outcome:
         """One run of a graph, in float64 if the copy is."""
         leaves = tuple(t.value for t in trace.spec.tensors)
+        how = "simulate" if backward else "plain"  # what is recomputed in backward is recomputed here too
         if self.double:
-            bound = bind(_raised(trace.graph), _raised_constants(trace.constants), self.module, "plain")
+            bound = bind(_raised(trace.graph), _raised_constants(trace.constants), self.module, how)
             leaves = tuple(map(_double, leaves))
         else:
-            bound = bind(trace.graph, trace.constants, self.module, "plain")
+            bound = bind(trace.graph, trace.constants, self.module, how)
         with runtime.unwinding():
             return self.run(bound.forward, leaves, backward)
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxspeed.graph.ops import module_of, pointwise_name
+from fxspeed.graph.ops import module_of, pointwise_name, storage_of
 from fxspeed.graph.regions import Region, bytes_of, extract, free_name, live_inputs, live_outputs
 from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured, Change, Pass, Skip
@@ -51,7 +51,7 @@ class FusedRegion(Region):
 
     def simulate(self, root: nn.Module, body: Callable) -> Callable:
         def run(*inputs: Any) -> Any:  # the compiled backward recomputes what is cheap: it keeps the inputs
-            return checkpoint(body, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+            return checkpoint(body, *inputs, use_reentrant=False, determinism_check="none")
 
         return run
 
@@ -83,6 +83,8 @@ class FusePointwise(Pass):
                     reason = f"{len(group)} operations, fewer than {self.min_ops}"
                 elif saved < self.min_saved:
                     reason = f"it would save {saved / 2**20:.2f} MiB of traffic, less than its call costs"
+                elif _inputs_written(trace, group):
+                    reason = "what it reads is written in place later, and its backward may need it"
                 elif missing := _no_compiler(group[0].meta["val"].device):
                     reason = missing
                 if reason:
@@ -135,6 +137,17 @@ def _groups(trace: Trace, root: nn.Module) -> list[list[fx.Node]]:
                 for n in other:
                     member[n] = joined
     return closed + open_groups
+
+
+def _inputs_written(trace: Trace, group: list[fx.Node]) -> bool:
+    """Whether a node behind the group writes into memory that the group reads."""
+    read = {storage_of(n) for n in live_inputs(group)} - {None}
+    behind = False
+    for node in trace.graph.nodes:
+        behind = behind or node is group[-1]
+        if behind and any(storage_of(m) in read for m in node.meta.get("mutates", ())):
+            return True
+    return False
 
 
 def _may_join(group: list[fx.Node], node: fx.Node, position: dict[fx.Node, int]) -> bool:

@@ -109,3 +109,23 @@ def test_low_precision_worse_than_autocasts_is_rolled_back():
 
     result = fxspeed.optimize(net(), torch.randn(4, 2, 5, 5), passes=[Coarse()])
     assert result.broken == ("coarse",)
+
+
+def test_a_fault_in_recomputation_is_seen(monkeypatch):
+    from fxspeed.passes import checkpoint
+
+    original = checkpoint.CheckpointRegion.bind
+
+    def faulty(self, root, body):
+        calls = []
+
+        def twice_as_much(*inputs):
+            calls.append(1)
+            return body(*inputs) if len(calls) % 2 else body(*(i * 2 for i in inputs))
+
+        return original(self, root, twice_as_much)
+
+    monkeypatch.setattr(checkpoint.CheckpointRegion, "bind", faulty)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())])
+    result = fxspeed.optimize(model, torch.randn(64, 32), passes=["checkpoint{budget=0.9}"])
+    assert result.broken == ("checkpoint",)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fxspeed.cost.workspace import convolution_workspace
+from fxspeed.cost.workspace import convolution_workspace, product_workspace
 from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.regions import bind, bytes_of
 from fxspeed.graph.structure import tensors_in
@@ -46,6 +48,8 @@ class Timeline:
 
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
 
 class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
@@ -70,6 +74,9 @@ class _Watch(TorchDispatchMode):
             sizes = (bytes_of(source), bytes_of(weight), bytes_of(out))
             taken = convolution_workspace(source, weight, out, sizes, backward)
             self.events += [self.live + taken, self.live]
+        elif func in _PRODUCTS:
+            taken = product_workspace(args)
+            self.events += [self.live + taken, self.live] if taken else []
         return output
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -91,6 +98,18 @@ class _Watch(TorchDispatchMode):
             self.events.append(self.live)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage in cycles stays for the time being."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timeline:
     """The memory of one forward and backward of a captured graph, gradients of parameters allocated before.
 
@@ -100,6 +119,7 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
         plain: run regions as the plain nodes they hold.
     """
     with preserved_rng(), contextlib.ExitStack() as stack:
+        stack.enter_context(_no_collection())  # the same in every run, and never too little
         mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
         clone = FakeClone(root, mode).module
         inputs = [mode.from_tensor(t.value.detach(), static_shapes=True) for t in trace.spec.tensors]

@@ -53,6 +53,7 @@ class StepModel:
         self.makes: list[list[int]] = [[] for _ in self.nodes]
         self.saves: list[set[int]] = []
         self.needs_grad: set[int] = set()
+        self.ends: set[int] = set()  # nodes that the graph returns
         for i, node in enumerate(self.nodes):
             for tensor in _tensors(node.meta.get("val")):
                 key = tensor.untyped_storage()._cdata
@@ -84,6 +85,10 @@ class StepModel:
         for node in graph.output_node().all_input_nodes:
             for tensor in _tensors(node.meta.get("val")):
                 self.last_read[tensor.untyped_storage()._cdata] = len(self.nodes)
+            if node in index:
+                self.ends.add(index[node])
+        #: bytes taken inside each node beside its results: forward, backward (there with new gradients of parameters)
+        self.taken = [self._taken(i, n, root) for i, n in enumerate(self.nodes)]
         self.written: dict[int, list[int]] = defaultdict(list)
         for i, node in enumerate(self.nodes):
             for target in node.meta.get("mutates", ()):
@@ -91,9 +96,13 @@ class StepModel:
                     continue
                 for tensor in _tensors(target.meta.get("val")):
                     self.written[tensor.untyped_storage()._cdata].append(i)
-        #: bytes taken inside each node beside its results: forward, backward (there with new gradients of parameters)
-        self.taken = [(f, b + _gradients(n, root)) for n in self.nodes for f, b in [self._workspace(n, root)]]
         self._closed = [self._closes(n) for n in self.nodes]
+
+    def _taken(self, i: int, node: fx.Node, root: nn.Module) -> tuple[int, int]:
+        forward, backward = self._workspace(node, root)
+        if i in self.ends and (isinstance(module_of(node, root), nn.Linear) or name_of(node) in ("linear", "addmm")):
+            backward += bytes_of(node.meta["val"])  # the gradient of a sum, laid out
+        return forward, backward + _gradients(node, root)
 
     @staticmethod
     def _workspace(node: fx.Node, root: nn.Module) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -30,3 +31,15 @@ def convolution_workspace(
     if backward:
         return max(source_bytes + out_bytes, weight_bytes * 4 // weight.element_size())
     return out_bytes + weight_bytes
+
+
+def product_workspace(args: Any) -> int:
+    """Bytes that a matrix product takes to lay out factors that are expanded: the gradient of a plain sum, say."""
+    expanded = [
+        t
+        for t in args
+        if isinstance(t, torch.Tensor)
+        and t.dim() > 1
+        and any(s == 0 < n - 1 for s, n in zip(t.stride(), t.shape, strict=True))
+    ]
+    return sum(math.prod(int(n) for n in t.shape) * t.element_size() for t in expanded)

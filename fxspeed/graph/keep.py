@@ -69,12 +69,13 @@ def kept_addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tor
 
 def _kept(function: Any, compute: Callable, tensors: tuple, options: tuple) -> torch.Tensor:
     results = _current.results
-    if results is None:
-        return compute(*tensors)
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):  # as autocast would, but where autograd sees the cast
         low = torch.get_autocast_dtype(kind)
         tensors = tuple(t.to(low) if t is not None and t.dtype is torch.float32 else t for t in tensors)
+    if results is None:
+        with torch.autocast(kind, enabled=False):
+            return compute(*tensors)
     known = None
     if results.replay and results.next < len(results.values):
         known, results.values[results.next] = results.values[results.next], None

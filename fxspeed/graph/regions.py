@@ -44,7 +44,7 @@ class Region(abc.ABC):
         """The function that runs the region, given `body`, which runs its graph plainly on `root`."""
 
     def simulate(self, root: nn.Module, body: Callable) -> Callable:
-        """Like `bind`, for fake tensors: keeps for backward what the region keeps, whatever it takes."""
+        """Like `bind`, without compiled code and on fake tensors too: keeps for backward what the region keeps."""
         return self.bind(root, body)
 
 
@@ -52,7 +52,7 @@ def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, regions: s
     """A GraphModule that runs `graph` on the modules and tensors of `root`, which it shares and does not copy.
 
     Args:
-        regions: "run" as they are, "plain" as the nodes they are made of, or "simulate" on fake tensors.
+        regions: "run" as they are, "plain" as the nodes they are made of, or "simulate": uncompiled, on any tensors.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph())
     for name in ("_parameters", "_buffers", "_modules"):
