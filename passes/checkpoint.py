@@ -213,6 +213,11 @@ class Checkpoint(Pass):
                     break
                 if tries <= 0:
                     break
+        for segment in plan.segments:  # leave alone what saves nothing
+            other = dataclasses.replace(plan, segments=tuple(s for s in plan.segments if s != segment))
+            found = model.peak(list(other.segments), other.kept)
+            if worth(found) <= worth(estimate):
+                estimate, plan = found, other
         return estimate, plan
 
     def _exact(self, captured: Captured, model: StepModel, plan: Plan) -> Any:

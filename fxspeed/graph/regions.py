@@ -94,7 +94,7 @@ def extract(
     values: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         values[node] = body.placeholder(node.name)
-        values[node].meta = dict(node.meta, writes=False, mutates=())
+        values[node].meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "path")}
     for node in (*attributes, *nodes):
         values[node] = body.node_copy(node, values.__getitem__)
         values[node].meta["mutates"] = tuple(values[m] for m in node.meta.get("mutates", ()) if m in values)
