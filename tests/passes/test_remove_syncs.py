@@ -7,24 +7,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxspeed
 from tests.compare import assert_same
+from tests.reads import CountReads
 
 ONLY = {"passes": ["remove_syncs"]}
-
-
-class CountReads(TorchDispatchMode):
-    """Counts reads of tensor values by Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
-        return func(*args, **(kwargs or {}))
 
 
 class Net(nn.Module):

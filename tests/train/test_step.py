@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxspeed
 from fxspeed.train.precision import Scaler
+from tests.reads import CountReads
 
 
 class Net(nn.Module):
@@ -155,16 +155,6 @@ def test_resuming_equals_not_stopping(accumulate):
         step2(*b)
     same(whole.module, second.module, 0)
     assert step.optimizer.param_groups[0]["lr"] == step2.optimizer.param_groups[0]["lr"]
-
-
-class CountReads(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
