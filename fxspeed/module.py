@@ -66,7 +66,7 @@ class Rewriter(Protocol):
 
     edits: list[Any]
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry: ...
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Entry]: ...
 
 
 class Program:
@@ -74,7 +74,7 @@ class Program:
 
     Attributes:
         entries: rewritten graphs, each with its guard.
-        rewrite: what makes an entry of a call that fits none.
+        rewrite: what makes entries of a call that fits none.
         eager: why calls run the user's forward, where they do.
         misses: calls that fitted no entry.
     """
@@ -112,12 +112,13 @@ class Program:
                     warnings.warn(f"fxspeed: {type(module).__name__}: {self.eager}", stacklevel=4)
                 else:
                     try:
-                        entry = self.rewrite(module, args, kwargs)
+                        made = self.rewrite(module, args, kwargs)
                     except Untraceable as error:
                         if not self.entries or self.misses > 2 * CACHE_LIMIT:
                             self.eager = str(error)
                     else:
-                        self.entries.append(entry)
+                        self.entries += made
+                        entry = next(e for e in made if e.trace.training is module.training)
                         entry.attach(module)
                         inputs = entry.trace.guard(args, kwargs)
                         if inputs is not None:

@@ -29,8 +29,8 @@ from fxspeed.result import Facts, Optimized
 class Pipeline:
     """The passes and what was asked of them. Callable on a module and a call's inputs: that call's rewritten graph.
 
-    Attributes: `edits`, the changes of parameters made when the module was first optimized; `first`, whether passes
-    that change parameters may still run.
+    Attributes: `edits`, the changes of parameters made when the module was first optimized; `waiting`, whether nothing
+    has been captured yet.
     """
 
     passes: tuple[Pass, ...]
@@ -39,9 +39,21 @@ class Pipeline:
     verify: bool | Literal["full"]
     edits: list[Edit] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
+    waiting: bool = True
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
-        """Capture and rewrite one call of an optimized module. Parameters stay as they are."""
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Entry]:
+        """Capture and rewrite a call of an optimized module.
+
+        The first one (where `optimize` had no example inputs) as `optimize` does, in both modes; later ones in the
+        module's present mode, and parameters stay as they are.
+        """
+        if self.waiting:
+            self.waiting = False
+            with preserved_rng():
+                entries, self.facts.texts, reason = _rewrite_now(self, module, *real_inputs(args, kwargs, module, None))
+            if not entries:
+                raise Untraceable(reason)
+            return entries
         captured = self.capture(module, args, kwargs, [("train" if module.training else "eval")])
         for edit in self.edits:
             for captured_trace in captured.traces.values():
@@ -54,19 +66,17 @@ class Pipeline:
         passes = tuple(p for p in self.passes if p.name != "drop_bias")
         captured, records, _ = self.rewrite(captured, passes)
         self.facts.add(records)
-        ((mode, rewritten),) = captured.traces.items()
-        return Entry(rewritten, before[mode])
+        return [Entry(rewritten, before[mode]) for mode, rewritten in captured.traces.items()]
 
     def capture(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], modes: Iterable[str]) -> Captured:
         """The graphs of `module` in the given modes; its training flags are as before afterwards."""
         flags = {m: m.training for m in module.modules()}
         traces: dict[str, Trace] = {}
-        plain = _plain_forward(module)
         try:
             for mode in modes:
                 if module.training is not (mode == "train"):
                     module.train(mode == "train")
-                traces[mode] = trace(plain(module), args, kwargs, self.dynamic)
+                traces[mode] = trace(_plain(module), args, kwargs, self.dynamic)
         finally:
             for m, flag in flags.items():
                 m.training = flag
@@ -165,18 +175,14 @@ def _regions(constants: dict[str, Any]) -> Iterable[Region]:
             yield from _regions(value.constants)
 
 
-def _plain_forward(module: nn.Module):
-    """How to see a module that is already optimized as its user's class, for tracing."""
-
-    def plain(m: nn.Module) -> nn.Module:
-        original = getattr(m, "_fxspeed_class", None)
-        if original is None:
-            return m
-        view = original.__new__(original)
-        view.__dict__.update({k: v for k, v in m.__dict__.items() if k != "_fxspeed"})
-        return view
-
-    return plain
+def _plain(module: nn.Module) -> nn.Module:
+    """A module that is already optimized as its user's class sees it; the tensors and children are the same."""
+    original = getattr(module, "_fxspeed_class", None)
+    if original is None:
+        return module
+    view = original.__new__(original)
+    view.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_fxspeed"})
+    return view
 
 
 def optimize(
@@ -231,14 +237,14 @@ def optimize(
             module = module.to(place)
         args, kwargs = real_inputs(args, kwargs, module, place)
         entries: list[Entry] = []
-        texts: dict[str, tuple[str, str]] = {}
         facts, eager = pipeline.facts, ""
         if args or kwargs or _takes_nothing(model):
-            entries, texts, eager = _rewrite_now(pipeline, module, args, kwargs)
+            pipeline.waiting = False
+            entries, facts.texts, eager = _rewrite_now(pipeline, module, args, kwargs)
         facts.seconds = time.perf_counter() - began
     program = Program(entries, pipeline)
     program.eager = eager
-    return Optimized(drop_in(module, program), pipeline, texts)
+    return Optimized(drop_in(module, program), pipeline)
 
 
 def _rewrite_now(pipeline: Pipeline, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
@@ -247,7 +253,7 @@ def _rewrite_now(pipeline: Pipeline, module: nn.Module, args: tuple, kwargs: dic
     try:
         captured = pipeline.capture(module, args, kwargs, modes)
     except Untraceable as error:
-        _run_once(module, args, kwargs)  # inputs that the model refuses are the caller's to mend
+        _run_once(_plain(module), args, kwargs)  # inputs that the model refuses are the caller's to mend
         facts.add([Skip("capture", f"the whole model ({type(module).__name__})", "open the module", str(error))])
         return [], {}, str(error)
     facts.captured_seconds = time.perf_counter()
@@ -257,7 +263,7 @@ def _rewrite_now(pipeline: Pipeline, module: nn.Module, args: tuple, kwargs: dic
             try:
                 if module.training is not one.training:
                     module.train(one.training)
-                problem = check.captured_equals_eager(one, module, args, kwargs)
+                problem = check.captured_equals_eager(one, _plain(module), args, kwargs)
             finally:
                 for m, flag in flags.items():
                     m.training = flag

@@ -26,6 +26,7 @@ class Facts:
     low_precision: torch.dtype | None = None
     seconds: float = 0.0
     captured_seconds: float = 0.0
+    texts: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def add(self, records: list[Change | Skip]) -> None:
         self.records += [r for r in records if r not in self.records]
@@ -38,9 +39,9 @@ class Optimized:
         module: drop-in module of the user's class.
     """
 
-    def __init__(self, module: nn.Module, pipeline: Any, texts: dict[str, tuple[str, str]]):
+    def __init__(self, module: nn.Module, pipeline: Any):
         self.module = module
-        self._pipeline, self._texts = pipeline, texts
+        self._pipeline = pipeline
 
     @property
     def program(self) -> Program:
@@ -83,14 +84,15 @@ class Optimized:
 
     def source(self, mode: str = "train") -> tuple[str, str]:
         """The graph of a mode as Python, before and after."""
-        if mode not in self._texts:
+        known = self._pipeline.facts.texts
+        if mode not in known:
             from fxspeed.emit.source import render
 
             for entry in self.program.entries:
                 if entry.trace.training is (mode == "train") and entry.before is not None:
                     texts = (render(t.graph, t.constants, self.module) for t in (entry.before, entry.trace))
-                    self._texts[mode] = tuple(texts)  # type: ignore[assignment]
-        return self._texts.get(mode, ("", ""))
+                    known[mode] = tuple(texts)
+        return known.get(mode, ("", ""))
 
     def diff(self, color: bool = False) -> str:
         """Unified diff of the training graph before against after; empty if nothing changed."""

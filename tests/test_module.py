@@ -130,8 +130,13 @@ def test_without_inputs_the_first_call_is_captured():
     with pytest.raises(fxspeed.Error, match="no call has been captured"):
         _ = result.train_graph
     close(run(model, (x,)), run(result.module, (x,)), 1e-6)
-    assert any(c.pass_name == "remove_syncs" for c in result.changes)
-    assert "constant_0" in result.diff()
+    assert {c.pass_name for c in result.changes} == {"drop_bias", "remove_syncs"}
+    assert "constant_0" in result.diff() and "bias=False" in result.diff()
+    assert "conv.bias" not in dict(result.module.named_parameters())
+    assert "conv.bias" in result.original_state_dict() and len(result.program.entries) == 2
+    model.eval(), result.module.eval()
+    close(run(model, (x,)), run(result.module, (x,)), 1e-5)
+    assert result.program.misses == 1
 
 
 def test_distributed_data_parallel(tmp_path):
