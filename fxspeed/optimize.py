@@ -16,7 +16,8 @@ from fxspeed.emit.source import render
 from fxspeed.errors import BudgetError, Error, Untraceable
 from fxspeed.example import device_of, real_inputs
 from fxspeed.graph.regions import Region
-from fxspeed.graph.trace import Trace, preserved_rng, trace
+from fxspeed.graph.state import preserved_rng
+from fxspeed.graph.trace import Trace, trace
 from fxspeed.module import Entry, Program, drop_in
 from fxspeed.passes import Captured, Change, Edit, Pass, Skip, resolve
 from fxspeed.passes.autocast import choose

@@ -23,8 +23,9 @@ from torch.fx.node import map_aggregate
 from fxspeed.graph import runtime
 from fxspeed.graph.clone import without_hooks
 from fxspeed.graph.regions import Region, bind
+from fxspeed.graph.state import preserved_rng
 from fxspeed.graph.structure import map_tensors, tensors_in
-from fxspeed.graph.trace import Trace, preserved_rng
+from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured
 
 #: The error of the rewritten model in low precision may be this many times that of plain autocast.

@@ -25,8 +25,9 @@ from torch.utils.flop_counter import flop_registry
 from fxspeed.cost.workspace import convolution_workspace, product_workspace
 from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.regions import bind, bytes_of
+from fxspeed.graph.state import preserved_rng
 from fxspeed.graph.structure import tensors_in
-from fxspeed.graph.trace import Trace, preserved_rng
+from fxspeed.graph.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from fxspeed.graph import runtime
 from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.regions import Region, bind
-from fxspeed.graph.trace import Trace, preserved_rng
+from fxspeed.graph.state import preserved_rng
+from fxspeed.graph.trace import Trace
 
 
 class _Propagate(fx.Interpreter):

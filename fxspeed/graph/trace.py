@@ -10,13 +10,11 @@ What cannot be a node (a branch on a tensor's value, Python randomness, state ke
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dataclasses
 import inspect
 import operator
 import os
-import random
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -35,10 +33,12 @@ from torch.overrides import TorchFunctionMode
 
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime, structure
-from fxspeed.graph.clone import HOOKS, FakeClone
+from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.inputs import CONSTANTS, InputSpec, compile_guard, describe
 from fxspeed.graph.pickling import pack, unpack
 from fxspeed.graph.probe import Probe
+from fxspeed.graph.standins import NUMBER_TYPES, NUMBERS, named, replaced, traced_len
+from fxspeed.graph.state import own_state, preserved_rng, random_state, restore, same_random_state, set_random_state
 from fxspeed.graph.symbols import SYMS, Symbols
 
 _OPERATORS: dict[str, Callable] = {
@@ -191,7 +191,7 @@ def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[
             return traced
         found = traced  # int() of a size fixes it: see whether the size can stay symbolic
         for space in tracer.spaces():
-            spaces.setdefault(id(space), set()).update(_NUMBERS)
+            spaces.setdefault(id(space), set()).update(NUMBERS)
 
 
 class _NeedsNumber(BaseException):
@@ -244,7 +244,7 @@ class _Tracer:
         args, kwargs = structure.replace_tensors((self.args, dict(self.kwargs)), iter(fakes))
         before = structure.outline((args, kwargs))
         root = self.clone.module
-        states = [(m, _own_state(m)) for m in root.modules()]
+        states = [(m, own_state(m)) for m in root.modules()]
         ambient = runtime.ambient()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
@@ -262,7 +262,7 @@ class _Tracer:
             if structure.outline((args, kwargs)) != before:
                 raise Untraceable("forward changes the containers it is given")
             for module, state in states:
-                if _own_state(module) != self.settled.get(id(module), state) and not self._is_opaque(module):
+                if own_state(module) != self.settled.get(id(module), state) and not self._is_opaque(module):
                     raise Untraceable(f"forward changes attributes of another module ({type(module).__name__})")
             self.paused += 1
             result = structure.encode(output, self.arg, self.graph, self.clone.originals)
@@ -377,7 +377,7 @@ class _Tracer:
         import torch.utils.checkpoint as checkpoint
 
         with contextlib.ExitStack() as stack:
-            patch = lambda *a: stack.enter_context(_replaced(*a))
+            patch = lambda *a: stack.enter_context(replaced(*a))
             patch(nn.Module, "_fxspeed_call", original)
             patch(nn.Module, "__call__", call)
             patch(torch.autograd.Function, "apply", classmethod(apply))
@@ -388,9 +388,9 @@ class _Tracer:
             patch(torch.autocast, "__exit__", autocast_exit)
             patch(torch, "is_grad_enabled", grad_enabled)
             for space in self.spaces():
-                stack.enter_context(_named(space, "len", _traced_len))
+                stack.enter_context(named(space, "len", traced_len))
                 for name in self.numbers.get(id(space), ()):
-                    stack.enter_context(_named(space, name, _NUMBERS[name]))
+                    stack.enter_context(named(space, name, NUMBERS[name]))
             yield
 
     def spaces(self) -> list[dict[str, Any]]:
@@ -419,7 +419,7 @@ class _Tracer:
 
     def _open(self, module, path, original, args, kwargs, hooks=True) -> Any:
         """Run a module's forward with its parts recorded one by one."""
-        state, draws = _own_state(module), _random_state()
+        state, draws = own_state(module), random_state()
         depth = len(self.scope)
         self.scope.append(path)
         self.flags[path] = module.training
@@ -428,16 +428,16 @@ class _Tracer:
         last = next(reversed(self.graph.nodes), None)
         try:
             output = run()
-            if _own_state(module) != state and not self._only_caches(module, run, last):
+            if own_state(module) != state and not self._only_caches(module, run, last):
                 raise Untraceable("its forward changes its own attributes")
         except BaseException:
-            _restore(module, state)
+            restore(module, state)
             raise
         finally:
             self.paused = paused
             del self.scope[depth:]
-            drew = not _same_random_state(draws)
-            _set_random_state(draws)
+            drew = not same_random_state(draws)
+            set_random_state(draws)
         if drew:
             raise Untraceable("its forward draws Python or NumPy random numbers")
         return output
@@ -450,11 +450,11 @@ class _Tracer:
         is the first forward's, computes it anew.
         """
         first = _behind(self.graph, last)
-        warm, middle = _own_state(module), next(reversed(self.graph.nodes), None)
+        warm, middle = own_state(module), next(reversed(self.graph.nodes), None)
         known = dict(self.nodes)
         run()
         second = _behind(self.graph, middle)
-        same = _own_state(module) == warm
+        same = own_state(module) == warm
         left = iter(second)
         expected = next(left, None)
         for node in first:
@@ -615,8 +615,8 @@ class _Tracer:
             return slice(self.arg(value.start), self.arg(value.stop), self.arg(value.step))
         if isinstance(value, numpy.generic):
             return value.item()
-        if value in _NUMBER_TYPES:
-            return _NUMBER_TYPES[value]
+        if value in NUMBER_TYPES:
+            return NUMBER_TYPES[value]
         raise Untraceable(f"an argument of type {type(value).__name__}")
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:
@@ -868,144 +868,3 @@ def _reason(error: BaseException) -> str:
     if "data-dependent" in text.lower() or type(error).__name__ == "GuardOnDataDependentSymNode":
         return "Python branches on a tensor's value"
     return text if isinstance(error, Untraceable) else f"{type(error).__name__}: {text}"
-
-
-def _own_state(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module by identity, containers one level deep."""
-    seen: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        if name in HOOKS or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
-            continue  # libraries watch their modules with hooks that the forward installs
-        if name == "forward" and getattr(value, "__func__", None) is type(module).forward:
-            continue  # wrapped for a while and put back, as libraries do that watch their modules
-        if isinstance(value, dict):
-            seen[name] = _Same(value, tuple((k, id(v)) for k, v in value.items()))
-        elif isinstance(value, (list, set)):
-            seen[name] = _Same(value, tuple(map(id, value)))
-        else:
-            seen[name] = _Same(value, None)
-    return seen
-
-
-class _Same:
-    """Equal only to the same object with the same contents (plain numbers and strings: to an equal one)."""
-
-    def __init__(self, value: Any, contents: tuple | None):
-        self.value, self.contents = value, contents
-        self.copy = value.copy() if contents is not None else None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return NotImplemented
-        same = self.value is other.value
-        if not same and isinstance(self.value, (int, float, str)):
-            same = type(self.value) is type(other.value) and self.value == other.value
-        return same and self.contents == other.contents
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _restore(module: nn.Module, state: dict[str, Any]) -> None:
-    attributes = vars(module)
-    for name in list(attributes):
-        if name not in state and name != "forward" and "_hooks" not in name:
-            del attributes[name]
-    for name, same in state.items():
-        attributes[name] = same.value
-        if isinstance(same.value, dict):
-            same.value.clear()
-            same.value.update(same.copy)
-        elif isinstance(same.value, list):
-            same.value[:] = same.copy
-        elif isinstance(same.value, set):
-            same.value.clear()
-            same.value.update(same.copy)
-
-
-def _random_state() -> tuple:
-    return random.getstate(), numpy.random.get_state(legacy=False)
-
-
-def _same_random_state(state: tuple) -> bool:
-    now = _random_state()
-    return (
-        now[0] == state[0]
-        and now[1]["state"]["pos"] == state[1]["state"]["pos"]
-        and (now[1]["state"]["key"] == state[1]["state"]["key"]).all()
-    )
-
-
-def _set_random_state(state: tuple) -> None:
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
-
-
-@contextlib.contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Python's, NumPy's and torch's random state are the same after as before."""
-    state = _random_state()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        try:
-            yield
-        finally:
-            _set_random_state(state)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if before is missing else setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _named(space: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    if name in space:
-        yield
-        return
-    space[name] = value
-    try:
-        yield
-    finally:
-        del space[name]
-
-
-def _traced_len(value: Any) -> Any:
-    """`len` that keeps the size of a tensor symbolic."""
-    return value.shape[0] if isinstance(value, FakeTensor) and value.dim() else builtins.len(value)
-
-
-class _NumberMeta(type):
-    base: type
-
-    def __call__(cls, *args):
-        value = args[0] if args else 0
-        if isinstance(value, FakeTensor):
-            if cls.base is int and value.is_floating_point():
-                value = value.to(torch.int64)  # cuts off towards zero, as int() does
-            value = value.item()
-            args = (value,)
-        if isinstance(value, SYMS):
-            if cls.base is float:
-                return value if isinstance(value, torch.SymFloat) else torch.sym_float(value)
-            return torch.sym_int(value) if isinstance(value, torch.SymFloat) else value
-        return cls.base(*args)
-
-    def __instancecheck__(cls, value):
-        return isinstance(value, cls.base)
-
-
-class _Float(metaclass=_NumberMeta):
-    base = float
-
-
-class _Int(metaclass=_NumberMeta):
-    base = int
-
-
-_NUMBERS = {"float": _Float, "int": _Int}
-_NUMBER_TYPES: dict[Any, type] = {_Float: float, _Int: int}

@@ -1,0 +1,73 @@
+"""Stand-ins for Python's `len`, `float` and `int` while a model is traced, and the ways to put them in place."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxspeed.graph.symbols import SYMS
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is missing else setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def named(space: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    if name in space:
+        yield
+        return
+    space[name] = value
+    try:
+        yield
+    finally:
+        del space[name]
+
+
+def traced_len(value: Any) -> Any:
+    """`len` that keeps the size of a tensor symbolic."""
+    return value.shape[0] if isinstance(value, FakeTensor) and value.dim() else builtins.len(value)
+
+
+class _NumberMeta(type):
+    base: type
+
+    def __call__(cls, *args):
+        value = args[0] if args else 0
+        if isinstance(value, FakeTensor):
+            if cls.base is int and value.is_floating_point():
+                value = value.to(torch.int64)  # cuts off towards zero, as int() does
+            value = value.item()
+            args = (value,)
+        if isinstance(value, SYMS):
+            if cls.base is float:
+                return value if isinstance(value, torch.SymFloat) else torch.sym_float(value)
+            return torch.sym_int(value) if isinstance(value, torch.SymFloat) else value
+        return cls.base(*args)
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, cls.base)
+
+
+class _Float(metaclass=_NumberMeta):
+    base = float
+
+
+class _Int(metaclass=_NumberMeta):
+    base = int
+
+
+NUMBERS = {"float": _Float, "int": _Int}
+NUMBER_TYPES: dict[Any, type] = {_Float: float, _Int: int}

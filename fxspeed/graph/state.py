@@ -1,0 +1,95 @@
+"""State outside the graph that a traced forward may touch: modules' attributes, Python's and NumPy's random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from fxspeed.graph.clone import HOOKS
+
+
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module by identity, containers one level deep."""
+    seen: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name in HOOKS or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
+            continue  # libraries watch their modules with hooks that the forward installs
+        if name == "forward" and getattr(value, "__func__", None) is type(module).forward:
+            continue  # wrapped for a while and put back, as libraries do that watch their modules
+        if isinstance(value, dict):
+            seen[name] = _Same(value, tuple((k, id(v)) for k, v in value.items()))
+        elif isinstance(value, (list, set)):
+            seen[name] = _Same(value, tuple(map(id, value)))
+        else:
+            seen[name] = _Same(value, None)
+    return seen
+
+
+class _Same:
+    """Equal only to the same object with the same contents (plain numbers and strings: to an equal one)."""
+
+    def __init__(self, value: Any, contents: tuple | None):
+        self.value, self.contents = value, contents
+        self.copy = value.copy() if contents is not None else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        same = self.value is other.value
+        if not same and isinstance(self.value, (int, float, str)):
+            same = type(self.value) is type(other.value) and self.value == other.value
+        return same and self.contents == other.contents
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def restore(module: nn.Module, state: dict[str, Any]) -> None:
+    attributes = vars(module)
+    for name in list(attributes):
+        if name not in state and name != "forward" and "_hooks" not in name:
+            del attributes[name]
+    for name, same in state.items():
+        attributes[name] = same.value
+        if isinstance(same.value, dict):
+            same.value.clear()
+            same.value.update(same.copy)
+        elif isinstance(same.value, list):
+            same.value[:] = same.copy
+        elif isinstance(same.value, set):
+            same.value.clear()
+            same.value.update(same.copy)
+
+
+def random_state() -> tuple:
+    return random.getstate(), numpy.random.get_state(legacy=False)
+
+
+def same_random_state(state: tuple) -> bool:
+    now = random_state()
+    return (
+        now[0] == state[0]
+        and now[1]["state"]["pos"] == state[1]["state"]["pos"]
+        and (now[1]["state"]["key"] == state[1]["state"]["key"]).all()
+    )
+
+
+def set_random_state(state: tuple) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Python's, NumPy's and torch's random state are the same after as before."""
+    state = random_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        try:
+            yield
+        finally:
+            set_random_state(state)
