@@ -1,0 +1,1 @@
+"""Public model zoos, run through fxspeed by `python -m tests.zoo`."""
