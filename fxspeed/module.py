@@ -18,6 +18,7 @@ from fxspeed.graph import runtime
 from fxspeed.graph.clone import HOOKS, is_users
 from fxspeed.graph.regions import Region, bind
 from fxspeed.graph.trace import Trace, is_leaf
+from fxspeed.records import Facts
 
 #: Graphs kept for one model; a call that fits none of this many runs the model as the user wrote it.
 CACHE_LIMIT = 8
@@ -65,6 +66,7 @@ class Rewriter(Protocol):
     """Captures and rewrites a call that fits no entry; `edits` are the changes of parameters made at first."""
 
     edits: list[Any]
+    facts: Facts
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Entry]: ...
 
@@ -131,6 +133,12 @@ class Program:
         for entry in self.entries:
             _move(entry.trace.constants, change)
             entry.bound = None
+
+    def detached(self) -> Program:
+        """The same graphs, bound to no module yet."""
+        made = Program([Entry(e.trace, e.before) for e in self.entries], self.rewrite)
+        made.eager, made.misses = self.eager, self.misses
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         made = Program([], self.rewrite)
@@ -226,5 +234,6 @@ def drop_in(module: nn.Module, program: Program) -> nn.Module:
     """Make `module` run `program`. Its class becomes a subclass of its own; nothing else of it changes."""
     module.__dict__["_fxspeed"] = program
     kind: Any = type(module)
-    module.__class__ = optimized_class(kind)
+    if not issubclass(kind, OptimizedMixin):
+        module.__class__ = optimized_class(kind)
     return module

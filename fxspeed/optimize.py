@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -11,179 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fxspeed import verify as check
-from fxspeed.emit.source import render
-from fxspeed.errors import BudgetError, Error, Untraceable
+from fxspeed.errors import BudgetError, Error
 from fxspeed.example import device_of, real_inputs
-from fxspeed.graph.regions import Region
+from fxspeed.graph.clone import plain_view
 from fxspeed.graph.state import preserved_rng
-from fxspeed.graph.trace import Trace, trace
-from fxspeed.module import Entry, Program, drop_in
-from fxspeed.passes import Captured, Change, Edit, Pass, Skip, resolve
+from fxspeed.module import Program, drop_in
+from fxspeed.passes import Pass, resolve
 from fxspeed.passes.autocast import choose
 from fxspeed.passes.checkpoint import parse_bytes
-from fxspeed.passes.fuse_pointwise import FusedRegion
-from fxspeed.result import Facts, Optimized
-
-
-@dataclasses.dataclass
-class Pipeline:
-    """The passes and what was asked of them. Callable on a module and a call's inputs: that call's rewritten graph.
-
-    Attributes: `edits`, the changes of parameters made when the module was first optimized; `waiting`, whether nothing
-    has been captured yet.
-    """
-
-    passes: tuple[Pass, ...]
-    options: dict[str, Any]
-    dynamic: tuple[str | int, ...]
-    verify: bool | Literal["full"]
-    edits: list[Edit] = dataclasses.field(default_factory=list)
-    facts: Facts = dataclasses.field(default_factory=Facts)
-    waiting: bool = True
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Entry]:
-        """Capture and rewrite a call of an optimized module.
-
-        The first one (where `optimize` had no example inputs) as `optimize` does, in both modes; later ones in the
-        module's present mode, and parameters stay as they are.
-        """
-        if self.waiting:
-            self.waiting = False
-            with preserved_rng():
-                entries, self.facts.texts, reason = _rewrite_now(self, module, *real_inputs(args, kwargs, module, None))
-            if not entries:
-                raise Untraceable(reason)
-            return entries
-        captured = self.capture(module, args, kwargs, [("train" if module.training else "eval")])
-        for edit in self.edits:
-            for captured_trace in captured.traces.values():
-                if reason := edit.holds(captured_trace, module):
-                    raise Error(
-                        f"for these inputs {getattr(edit, 'path', 'a layer')} is used in another way ({reason}), but "
-                        "its bias is gone; call optimize() with inputs of this kind, or leave drop_bias out"
-                    )
-        before = dict(captured.traces)
-        passes = tuple(p for p in self.passes if p.name != "drop_bias")
-        captured, records, _ = self.rewrite(captured, passes)
-        self.facts.add(records)
-        return [Entry(rewritten, before[mode]) for mode, rewritten in captured.traces.items()]
-
-    def capture(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], modes: Iterable[str]) -> Captured:
-        """The graphs of `module` in the given modes; its training flags are as before afterwards."""
-        flags = {m: m.training for m in module.modules()}
-        traces: dict[str, Trace] = {}
-        try:
-            for mode in modes:
-                if module.training is not (mode == "train"):
-                    module.train(mode == "train")
-                traces[mode] = trace(_plain(module), args, kwargs, self.dynamic)
-        finally:
-            for m, flag in flags.items():
-                m.training = flag
-        return Captured(module, traces, options={**self.options, "device": self.options["device"] or device_of(module)})
-
-    def rewrite(self, captured: Captured, passes: tuple[Pass, ...]) -> tuple[Captured, list[Change | Skip], list[str]]:
-        """Run the passes, verify, roll back what differs. Returns also the passes that were rolled back."""
-        start = captured
-        records, broken = [*self._leaves(start), *self._specialized(start)], []
-        current, said = self._run(start, passes)
-        if self.verify and any(isinstance(r, Change) for r in said):
-            if problem := self._compiled_regions(current):  # no need to look for the culprit
-                name = "fuse_pointwise"
-                passes = tuple(p for p in passes if p.name != name)
-                current, said = self._run(start, passes)
-                said.append(Skip(name, "the whole model", "rolled back", f"verification: {problem}"))
-                broken.append(name)
-            if self.verify == "full" or self._problem(start, current):
-                current, found, more = self._one_by_one(start, passes)
-                said = [*found, *(r for r in said if r.what == "rolled back")]
-                broken += more
-        return current, [*records, *said], broken
-
-    def _run(self, captured: Captured, passes: tuple[Pass, ...]) -> tuple[Captured, list[Change | Skip]]:
-        records: list[Change | Skip] = []
-        for one in passes:
-            attempt = captured.copy()
-            try:
-                said = one.run(attempt)
-            except Error:
-                raise
-            except Exception as error:
-                said = [Skip(one.name, "the whole model", "run", f"{type(error).__name__}: {error}")]
-                attempt = captured
-            captured = attempt
-            records += said
-        return captured, records
-
-    def _one_by_one(self, start: Captured, passes: tuple[Pass, ...]):
-        """Every pass checked by itself against the graphs before it; those that differ are rolled back."""
-        records: list[Change | Skip] = []
-        broken: list[str] = []
-        current = start
-        for one in passes:
-            attempt, said = self._run(current, (one,))
-            if not any(isinstance(r, Change) for r in said):
-                records += said
-                continue
-            problem = self._problem(current, attempt)
-            if problem:
-                broken.append(one.name)
-                records.append(Skip(one.name, "the whole model", "rolled back", f"verification: {problem}"))
-            else:
-                records += said
-                current = attempt
-        return current, records, broken
-
-    def _problem(self, before: Captured, after: Captured) -> str:
-        if problem := check.same_in_float64(before, after):
-            return problem
-        dtype = after.options.get("low_precision")
-        if dtype is not None and before.options.get("low_precision") is None:
-            if problem := check.low_precision_error(before, after, after.options["device"], dtype):
-                return problem
-        return ""
-
-    def _compiled_regions(self, captured: Captured) -> str:
-        done: set[tuple] = set()
-        for one in captured.traces.values():
-            for region in _regions(one.constants):
-                if isinstance(region, FusedRegion) and region.key not in done:
-                    done.add(region.key)
-                    if problem := check.region_matches(region, captured.root):
-                        return problem
-        return ""
-
-    def _leaves(self, captured: Captured) -> list[Skip]:
-        found: dict[str, Skip] = {}
-        for one in captured.traces.values():
-            for leaf in one.leaves:
-                label = f"{leaf.path or 'the whole model'} ({leaf.kind})"
-                found.setdefault(leaf.path, Skip("capture", label, "open the module", leaf.reason, source=leaf.source))
-        return list(found.values())
-
-    def _specialized(self, captured: Captured) -> list[Skip]:
-        words = dict.fromkeys(w for one in captured.traces.values() for w in one.specialized)
-        return [
-            Skip("capture", "inputs", "keep the size dynamic", f"{w}; other sizes are captured anew") for w in words
-        ]
-
-
-def _regions(constants: dict[str, Any]) -> Iterable[Region]:
-    for value in constants.values():
-        if isinstance(value, Region):
-            yield value
-            yield from _regions(value.constants)
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    """A module that is already optimized as its user's class sees it; the tensors and children are the same."""
-    original = getattr(module, "_fxspeed_class", None)
-    if original is None:
-        return module
-    view = original.__new__(original)
-    view.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_fxspeed"})
-    return view
+from fxspeed.pipeline import Pipeline
+from fxspeed.result import Optimized
 
 
 def optimize(
@@ -237,56 +73,33 @@ def optimize(
         if place is not None and not inplace:
             module = module.to(place)
         args, kwargs = real_inputs(args, kwargs, module, place)
-        entries: list[Entry] = []
-        facts, eager = pipeline.facts, ""
+        program = Program([], pipeline)
         if args or kwargs or _takes_nothing(model):
-            pipeline.waiting = False
-            entries, facts.texts, eager = _rewrite_now(pipeline, module, args, kwargs)
-        facts.seconds = time.perf_counter() - began
-    program = Program(entries, pipeline)
-    program.eager = eager
-    return Optimized(drop_in(module, program), pipeline)
+            program.entries = pipeline.first(module, args, kwargs)
+            program.eager = pipeline.facts.eager
+            if not program.entries:  # inputs that the model refuses are the caller's to mend
+                _run_once(plain_view(module), args, kwargs)
+        drop_in(module, program)
+        _warm(module, args, kwargs)
+        pipeline.facts.seconds = time.perf_counter() - began
+    return Optimized(module, pipeline)
 
 
-def _rewrite_now(pipeline: Pipeline, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-    facts = pipeline.facts
-    modes = ["train", "eval"] if module.training else ["eval", "train"]
-    try:
-        captured = pipeline.capture(module, args, kwargs, modes)
-    except Untraceable as error:
-        _run_once(_plain(module), args, kwargs)  # inputs that the model refuses are the caller's to mend
-        facts.add([Skip("capture", f"the whole model ({type(module).__name__})", "open the module", str(error))])
-        return [], {}, str(error)
-    facts.captured_seconds = time.perf_counter()
-    if pipeline.verify:
-        for mode, one in list(captured.traces.items()):
-            flags = {m: m.training for m in module.modules()}
-            try:
-                if module.training is not one.training:
-                    module.train(one.training)
-                problem = check.captured_equals_eager(one, _plain(module), args, kwargs)
-            finally:
-                for m, flag in flags.items():
-                    m.training = flag
-            if problem:
-                facts.add([Skip("capture", "the whole model", f"capture in {mode} mode", f"verification: {problem}")])
-                facts.broken.append("capture")
-                return [], {}, f"the captured graph differs from the model: {problem}"
-    before = {mode: render(t.graph, t.constants, module) for mode, t in captured.traces.items()}
-    plain = dict(captured.traces)
-    captured, records, broken = pipeline.rewrite(captured, pipeline.passes)
-    facts.add(records)
-    facts.broken += broken
-    facts.timelines = {
-        k: captured.options[f"{k}_timeline"] for k in ("plain", "planned") if f"{k}_timeline" in captured.options
-    }
-    facts.low_precision = captured.options.get("low_precision")
-    for edit in captured.edits:
-        edit.apply(module)
-    pipeline.edits += captured.edits
-    after = {mode: render(t.graph, t.constants, module) for mode, t in captured.traces.items()}
-    entries = [Entry(t, plain[mode]) for mode, t in captured.traces.items()]
-    return entries, {mode: (before[mode], after[mode]) for mode in before}, ""
+def _warm(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Have the programs inside of what stayed Python capture the example's calls, in a run of a copy."""
+    if not any("_fxspeed" in vars(m) for m in module.modules() if m is not module):
+        return
+    shared = {id(v): v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)}
+    before = [(v, v.detach().clone()) for v in shared.values()]  # graphs name these tensors: no copies
+    copied = copy.deepcopy(module, shared)
+    copied(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    with torch.no_grad():
+        for value, kept in before:
+            if not torch.equal(value, kept):
+                value.copy_(kept)
+    for path, each in copied.named_modules():
+        if path and (program := vars(each).get("_fxspeed")) is not None:
+            drop_in(module.get_submodule(path), program.detached())
 
 
 def _run_once(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

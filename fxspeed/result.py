@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
-from fxspeed.cost.memory import Timeline
 from fxspeed.emit.diff import unified
+from fxspeed.emit.source import render
 from fxspeed.errors import Error
 from fxspeed.graph.regions import bind
 from fxspeed.module import Program
 from fxspeed.passes.base import Change, Skip
-
-
-@dataclasses.dataclass
-class Facts:
-    """What was found out while a model was optimized. Grows when calls of a new kind are captured later."""
-
-    records: list[Change | Skip] = dataclasses.field(default_factory=list)
-    broken: list[str] = dataclasses.field(default_factory=list)
-    timelines: dict[str, Timeline] = dataclasses.field(default_factory=dict)
-    low_precision: torch.dtype | None = None
-    seconds: float = 0.0
-    captured_seconds: float = 0.0
-    texts: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-
-    def add(self, records: list[Change | Skip]) -> None:
-        self.records += [r for r in records if r not in self.records]
 
 
 class Optimized:
@@ -47,23 +32,37 @@ class Optimized:
     def program(self) -> Program:
         return self.module._fxspeed
 
+    def programs(self) -> Iterator[tuple[str, Program]]:
+        """The programs of the model and of modules inside those that stayed Python, with their paths."""
+        for path, module in self.module.named_modules():
+            if (program := vars(module).get("_fxspeed")) is not None:
+                yield path, program
+
+    def _records(self) -> Iterator[Change | Skip]:
+        for path, program in self.programs():
+            found: list[Change | Skip] = list(program.rewrite.facts.records)
+            whole = [
+                r for r in found if isinstance(r, Skip) and r.pass_name == "capture" and r.what == "open the module"
+            ]
+            if program.eager and not whole:
+                found.append(Skip("capture", "the whole model", "run the graphs", program.eager))
+            for record in found:
+                yield dataclasses.replace(record, target=inside(path, record.target)) if path else record
+
     @property
     def changes(self) -> tuple[Change, ...]:
         """What was rewritten."""
-        return tuple(r for r in self._pipeline.facts.records if isinstance(r, Change))
+        return tuple(r for r in self._records() if isinstance(r, Change))
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
         """What could have been rewritten and was not, with the reason."""
-        found = [r for r in self._pipeline.facts.records if isinstance(r, Skip)]
-        if self.program.eager:
-            found.append(Skip("capture", "the whole model", "run the graphs", self.program.eager))
-        return tuple(found)
+        return tuple(r for r in self._records() if isinstance(r, Skip))
 
     @property
     def broken(self) -> tuple[str, ...]:
         """Names of passes that failed verification and were rolled back."""
-        return tuple(self._pipeline.facts.broken)
+        return tuple(name for _, program in self.programs() for name in program.rewrite.facts.broken)
 
     @property
     def train_graph(self) -> fx.GraphModule:
@@ -83,16 +82,19 @@ class Optimized:
         raise Error(f"there is no {'training' if training else 'eval'} graph: {why}")
 
     def source(self, mode: str = "train") -> tuple[str, str]:
-        """The graph of a mode as Python, before and after."""
-        known = self._pipeline.facts.texts
-        if mode not in known:
-            from fxspeed.emit.source import render
-
-            for entry in self.program.entries:
+        """The graph of a mode as Python, before and after; with those inside of modules that stayed Python."""
+        pairs = []
+        for path, program in self.programs():
+            known = program.rewrite.facts.texts
+            for entry in program.entries if mode not in known else ():
                 if entry.trace.training is (mode == "train") and entry.before is not None:
-                    texts = (render(t.graph, t.constants, self.module) for t in (entry.before, entry.trace))
-                    known[mode] = tuple(texts)
-        return known.get(mode, ("", ""))
+                    root = self.module.get_submodule(path)
+                    before, after = (render(t.graph, t.constants, root) for t in (entry.before, entry.trace))
+                    known[mode] = before, after
+            if mode in known:
+                title = f"# {path}\n" if path else ""
+                pairs.append([f"{title}{text}" for text in known[mode]])
+        return "\n\n".join(p[0] for p in pairs), "\n\n".join(p[1] for p in pairs)
 
     def diff(self, color: bool = False) -> str:
         """Unified diff of the training graph before against after; empty if nothing changed."""
@@ -146,6 +148,11 @@ class Optimized:
 
     def __repr__(self) -> str:
         return f"Optimized({type(self.module).__name__}, {len(self.changes)} changes, {len(self.skipped)} skipped)"
+
+
+def inside(path: str, target: str) -> str:
+    """A record's target as the model around the module at `path` names it."""
+    return target.replace("the whole model", path) if "the whole model" in target else f"{path}.{target}"
 
 
 def _in_order(state: dict[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ the captured graphs against eager; with low precision two forwards more. Under f
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from fxspeed.graph import runtime
-from fxspeed.graph.clone import without_hooks
+from fxspeed.graph.clone import plain_copy, without_hooks
 from fxspeed.graph.regions import Region, bind
 from fxspeed.graph.state import preserved_rng
 from fxspeed.graph.structure import map_tensors, tensors_in
@@ -161,7 +160,7 @@ class _Copy:
     """A private copy of a module that graphs run on one after the other, each from the same buffers."""
 
     def __init__(self, root: nn.Module, double: bool):
-        self.module, self.double = without_hooks(copy.deepcopy(root)), double
+        self.module, self.double = without_hooks(plain_copy(root, {})), double
         if double:
             self.module = self.module.double()
         self._remember()

@@ -15,7 +15,10 @@ SMALL = {
     "torch-geometric": ["GATConv"],
 }
 #: How many of each source `-m zoo` runs.
-SHARES = {"timm": 20, "torchvision": 8, "smp": 4, "transformers": 16, "diffusers": 4, "x-transformers": 5, "torch-geometric": 4}  # fmt: skip
+SHARES = {
+    **{"timm": 20, "torchvision": 8, "smp": 4, "transformers": 16},
+    **{"diffusers": 4, "x-transformers": 5, "torch-geometric": 4},
+}
 
 
 def _models(source):

@@ -27,6 +27,30 @@ def has_hooks(module: nn.Module) -> bool:
     return any(is_users(hook) for hooks in HOOKS for hook in getattr(module, hooks).values())
 
 
+def plain_view(module: nn.Module) -> nn.Module:
+    """An optimized module as its user's class sees it; the tensors and children are the same."""
+    original = getattr(module, "_fxspeed_class", None)
+    if original is None:
+        return module
+    view = original.__new__(original)
+    view.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_fxspeed"})
+    return view
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a model in which optimized modules are of their users' classes again."""
+    programs = [p for m in module.modules() if (p := vars(m).get("_fxspeed")) is not None]
+    memo.update((id(p), None) for p in programs)
+    copied = copy.deepcopy(module, memo)
+    for each in copied.modules():
+        if "_fxspeed" in vars(each):
+            del each.__dict__["_fxspeed"]
+            each.__class__ = each._fxspeed_class
+    for p in programs:
+        del memo[id(p)]
+    return copied
+
+
 def without_hooks(copied: nn.Module) -> nn.Module:
     """A private copy of a model with the user's hooks gone: what they do must not happen now."""
     for module in copied.modules():
@@ -51,7 +75,7 @@ class FakeClone:
         memo: dict[int, Any] = {}
         try:
             with FakeCopyMode(fake_mode):
-                self.module: nn.Module = copy.deepcopy(model, memo)
+                self.module: nn.Module = plain_copy(model, memo)
         except Exception as error:
             raise Untraceable(f"the model cannot be deep-copied: {type(error).__name__}: {error}") from error
         alive = {id(original): original for original in memo.get(id(memo), [])}  # what deepcopy keeps alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from fxspeed.errors import Untraceable
-from fxspeed.graph.clone import without_hooks
+from fxspeed.graph.clone import plain_copy, without_hooks
 from fxspeed.graph.inputs import describe
 from fxspeed.graph.structure import map_tensors, replace_tensors
 
@@ -90,7 +89,7 @@ class Probe:
         seen: dict[tuple[str, int], Any] = {}
         if more and self._batches() is None:
             return seen
-        model = without_hooks(copy.deepcopy(self.model))
+        model = without_hooks(plain_copy(self.model, {}))
 
         def remember(path: str):
             def hook(_module, _inputs, output):

@@ -103,7 +103,11 @@ def segmentation_models() -> Iterator[tuple[str, Example]]:
     import segmentation_models_pytorch as smp
 
     kinds = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet", "Segformer")  # fmt: skip
-    for kind, encoder in [*((k, "resnet18") for k in kinds), ("Unet", "timm-mobilenetv3_small_100"), ("Unet", "mit_b0")]:
+    for kind, encoder in [
+        *((k, "resnet18") for k in kinds),
+        ("Unet", "timm-mobilenetv3_small_100"),
+        ("Unet", "mit_b0"),
+    ]:
 
         def make(kind: str = kind, encoder: str = encoder) -> nn.Module:
             return getattr(smp, kind)(encoder, encoder_weights=None, in_channels=3, classes=2)
