@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fxspeed.errors import BudgetError, Error
+from fxspeed.errors import Error
 from fxspeed.example import device_of, real_inputs
 from fxspeed.graph.clone import plain_view
 from fxspeed.graph.state import preserved_rng
 from fxspeed.module import Program, drop_in
 from fxspeed.passes import Pass, resolve
 from fxspeed.passes.autocast import choose
-from fxspeed.passes.checkpoint import parse_bytes
+from fxspeed.passes.checkpoint import as_budget
 from fxspeed.pipeline import Pipeline
 from fxspeed.result import Optimized
 
@@ -60,7 +60,7 @@ def optimize(
     choose(precision, place or device_of(model))
     if verify not in (True, False, "full"):
         raise Error(f'verify is {verify!r}; use True, False or "full"')
-    options = {"memory_budget": _budget(memory_budget), "precision": precision, "device": place}
+    options = {"memory_budget": as_budget(memory_budget), "precision": precision, "device": place}
     if getattr(vars(model).get("forward"), "__func__", None) not in (None, type(model).forward):
         raise Error(
             f"{type(model).__name__} has a forward of its own instance; put it into a class, so that it can be copied"
@@ -116,22 +116,6 @@ def _run_once(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
                 f"{type(module).__name__} does not run on the example inputs: {type(error).__name__}: "
                 f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             ) from error
-
-
-def _budget(budget: float | int | str | None) -> float | int | None:
-    if budget is None or isinstance(budget, bool):
-        return None
-    if isinstance(budget, str):
-        text = budget.strip()
-        if text.replace(".", "", 1).isdigit() and "." in text:
-            budget = float(text)
-        else:
-            budget = parse_bytes(text)
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise BudgetError(f'memory budget {budget} is no share in (0, 1]; for bytes give an int or "6GiB"')
-    if isinstance(budget, int) and budget <= 0:
-        raise BudgetError(f"memory budget {budget} is no positive number of bytes")
-    return budget
 
 
 def _copy(model: nn.Module, inplace: bool) -> nn.Module:

@@ -15,6 +15,7 @@ from fxspeed.emit.source import render
 from fxspeed.errors import BudgetError, Error, Untraceable
 from fxspeed.example import device_of, real_inputs
 from fxspeed.graph.clone import plain_view
+from fxspeed.graph.inputs import Dim
 from fxspeed.graph.regions import Region
 from fxspeed.graph.state import preserved_rng
 from fxspeed.graph.trace import Trace, is_leaf, trace
@@ -34,7 +35,7 @@ class Pipeline:
 
     passes: tuple[Pass, ...]
     options: dict[str, Any]
-    dynamic: tuple[str | int, ...]
+    dynamic: tuple[Dim, ...]
     verify: bool | Literal["full"]
     edits: list[Edit] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)

@@ -1,9 +1,9 @@
 """Checking rewritten graphs against the graphs before them.
 
 Both run on the example inputs under one seed, on copies of the module, in float64: outputs, gradients of every
-parameter, buffers; in train and in eval mode. Compiled regions run as the operations they are made of in that
-comparison and are held, each once, against the same in their own dtype. Low precision is judged against float64: its
-error may be at most `FACTOR` times that of plain autocast.
+parameter and of inputs that take one, buffers, inputs written in place; in train and in eval mode. Compiled regions run
+as the operations they are made of in that comparison and are held, each once, against the same in their own dtype. Low
+precision is judged against float64: its error may be at most `FACTOR` times that of plain autocast.
 
 Cost of `verify=True` over all: two forward-and-backward runs in float64, two forwards in eval mode, two forwards of
 the captured graphs against eager; with low precision two forwards more. Under four forward-and-backward runs.
@@ -40,6 +40,7 @@ class Outcome:
     outputs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
+    written: dict[int, torch.Tensor]  # inputs changed in place, by number
 
 
 def captured_equals_eager(trace: Trace, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
@@ -201,7 +202,10 @@ class _Copy:
 def _run(module: nn.Module, call: Callable, inputs: tuple, backward: bool) -> Outcome:
     torch.manual_seed(0)
     with torch.set_grad_enabled(backward), torch.random.fork_rng(devices=[]):
-        outputs = tensors_in(call(*_detached(inputs)))
+        inputs = _detached(inputs)
+        given = tensors_in(inputs)
+        versions = [t._version for t in given]
+        outputs = tensors_in(call(*inputs))
         terms = [(t * _weights(t)).sum() for t in outputs if t.requires_grad]
         if backward and terms:
             total = terms[0]
@@ -209,8 +213,10 @@ def _run(module: nn.Module, call: Callable, inputs: tuple, backward: bool) -> Ou
                 total = total + term.to(total)
             total.backward()
     gradients = {n: p.grad for n, p in module.named_parameters()} if backward else {}
+    gradients |= {f"input {i}": t.grad for i, t in enumerate(given) if backward and t.is_leaf and t.requires_grad}
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-    return Outcome([t.detach() for t in outputs], gradients, buffers)
+    written = {i: t.detach() for i, (t, v) in enumerate(zip(given, versions, strict=True)) if t._version != v}
+    return Outcome([t.detach() for t in outputs], gradients, buffers, written)
 
 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,6 +237,7 @@ def _difference(want: Outcome, got: Outcome, rtol: float, edits: tuple[list, lis
         (f"the gradient of {n}", w, got.gradients.get(n)) for n, w in want.gradients.items() if n in got.gradients
     ]
     pairs += [(f"buffer {n}", w, buffers.get(n)) for n, w in wanted.items()]
+    pairs += [(f"input {i}", want.written.get(i), got.written.get(i)) for i in want.written.keys() | got.written.keys()]
     for name, w, g in pairs:
         if w is None or g is None:
             other = w if w is not None else g
@@ -284,7 +291,7 @@ def _raised_constants(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _double(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().double() if value.is_floating_point() else value
+    return value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
 
 
 def _detached(tree: Any) -> Any:

@@ -362,6 +362,23 @@ def _extract(trace: Trace, root: nn.Module, nodes: list, kept: set, note: str = 
     return name
 
 
+def as_budget(budget: float | int | str | None) -> float | int | None:
+    """A budget as users write it: a share in (0, 1] as a float, or bytes as an int."""
+    if budget is None or isinstance(budget, bool):
+        return None
+    if isinstance(budget, str):
+        text = budget.strip()
+        if text.replace(".", "", 1).isdigit() and "." in text:
+            budget = float(text)
+        else:
+            budget = parse_bytes(text)
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise BudgetError(f'memory budget {budget} is no share in (0, 1]; for bytes give an int or "6GiB"')
+    if isinstance(budget, int) and budget <= 0:
+        raise BudgetError(f"memory budget {budget} is no positive number of bytes")
+    return budget
+
+
 def parse_bytes(budget: int | str) -> int:
     """`"6GiB"`, `"500 MB"` or a number of bytes.
 

@@ -11,6 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from fxspeed.graph import runtime
 from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.regions import Region, bind
+from fxspeed.graph.standins import grouped_mm_of_any_dtype
 from fxspeed.graph.state import preserved_rng
 from fxspeed.graph.trace import Trace
 
@@ -42,7 +43,14 @@ def refresh(trace: Trace, root: nn.Module) -> None:
     mode = trace.fake_mode
     assert mode is not None
     inputs = [n.meta["val"] for n in trace.graph.nodes if n.op == "placeholder"]
-    with preserved_rng(), mode, enable_python_dispatcher(), torch.enable_grad(), runtime.unwinding():
+    with (
+        preserved_rng(),
+        mode,
+        enable_python_dispatcher(),
+        torch.enable_grad(),
+        runtime.unwinding(),
+        grouped_mm_of_any_dtype(),
+    ):
         clone = FakeClone(root, mode).module
         clone.train(trace.training)
         for path, flag in trace.flags.items():

@@ -25,19 +25,22 @@ from fxspeed.errors import Untraceable
 #: Values that are part of what a graph was captured for: another value is another capture.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, enum.Enum)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: A dimension that may change: by name, by index, or of one tensor by the tensor's number and an index.
+Dim = str | int | tuple[int, int]
 
 
 class TensorInput:
     """One tensor of a call: its name in the graph and the Python expression that reaches it."""
 
-    def __init__(self, name: str, access: str, value: torch.Tensor):
-        self.name, self.access, self.value = name, access, value
+    def __init__(self, index: int, name: str, access: str, value: torch.Tensor):
+        self.index, self.name, self.access, self.value = index, name, access, value
 
-    def dynamic_dims(self, dynamic: Iterable[str | int]) -> set[int]:
+    def dynamic_dims(self, dynamic: Iterable[Dim]) -> set[int]:
         """The dimensions that `dynamic` lets change, as indices.
 
         "batch" is dimension 0; "sequence" (or "length") dimension 1 of integer matrices and of 3-d tensors;
-        "height" and "width" the last two of tensors with four or more dimensions. An int names a dimension itself.
+        "height" and "width" the last two of tensors with four or more dimensions. An int names a dimension itself, a
+        pair of ints that dimension of one tensor, counted from 0.
         """
         rank = self.value.dim()
         known: dict[str | int, int | None] = {
@@ -47,7 +50,8 @@ class TensorInput:
             "width": rank - 1 if rank >= 4 else None,
         }
         known["length"] = known["sequence"]
-        dims = (d if isinstance(d, int) else known[d] for d in dynamic)
+        own = (d[1] if isinstance(d, tuple) else d for d in dynamic if not isinstance(d, tuple) or d[0] == self.index)
+        dims = (d if isinstance(d, int) else known[d] for d in own)
         return {d % rank for d in dims if d is not None and -rank <= d < rank}
 
 
@@ -147,7 +151,7 @@ def _describe(spec: InputSpec, value: Any, name: str, access: str) -> None:
             raise Untraceable(f"input {name} is a {type(value).__name__}, not a plain tensor")
         if value.layout is not torch.strided:
             raise Untraceable(f"input {name} has layout {value.layout}")
-        spec.tensors.append(TensorInput(identifier(name), access, value))
+        spec.tensors.append(TensorInput(len(spec.tensors), identifier(name), access, value))
     elif isinstance(value, CONSTANTS):
         kind, same = spec.const(type(value)), spec.const(value)
         nan = isinstance(value, float) and value != value

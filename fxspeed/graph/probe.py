@@ -10,8 +10,8 @@ from torch import nn
 
 from fxspeed.errors import Untraceable
 from fxspeed.graph.clone import plain_copy, without_hooks
-from fxspeed.graph.inputs import describe
-from fxspeed.graph.structure import map_tensors, replace_tensors
+from fxspeed.graph.inputs import Dim, describe
+from fxspeed.graph.structure import map_objects, replace_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Fact:
 class Probe:
     """Runs a copy of the model for real, at most once, and remembers what each call of each module returned."""
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[str | int, ...]):
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[Dim, ...]):
         self.model, self.args, self.kwargs, self.dynamic = model, args, kwargs, dynamic
         self.runs: list[dict[tuple[str, int], Any]] | None = None
 
@@ -53,7 +53,7 @@ class Probe:
         if first is None:
             raise Untraceable(f"{path} was not reached in a real run")
         again: list[torch.Tensor] = []
-        map_tensors(second, again.append, torch.Tensor)
+        map_objects(second, again.append, torch.Tensor)
         left = iter(again)
         grow = self._batches()
 
@@ -71,7 +71,7 @@ class Probe:
                 sizes.append((slope, size - slope * (grow or 0), size))
             return Fact(tuple(sizes), value.dtype, value.device, value.requires_grad)
 
-        return map_tensors(first, fact)
+        return map_objects(first, fact)
 
     def _batches(self) -> int | None:
         """The example batch size, where it may change."""
@@ -94,7 +94,7 @@ class Probe:
         def remember(path: str):
             def hook(_module, _inputs, output):
                 calls[path] = calls.get(path, -1) + 1
-                seen[path, calls[path]] = map_tensors(
+                seen[path, calls[path]] = map_objects(
                     output, lambda t: t.detach().requires_grad_(t.requires_grad), torch.Tensor
                 )
 

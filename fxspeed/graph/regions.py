@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -55,8 +56,6 @@ def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, regions: s
         regions: "run" as they are, "plain" as the nodes they are made of, or "simulate": uncompiled, on any tensors.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph())
-    for name in ("_parameters", "_buffers", "_modules"):
-        module.__dict__[name] = root.__dict__[name]  # the same dictionaries: assignments to root are seen here
     module.__dict__["training"] = root.training
     for name, value in constants.items():
         if isinstance(value, Region):
@@ -64,7 +63,16 @@ def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, regions: s
             value = body if regions == "plain" else (value.bind if regions == "run" else value.simulate)(root, body)
         module.__dict__[name] = value
     module.graph = graph
+    taken = set(dir(module)) - set(dir(nn.Module)) - constants.keys()
+    for kind in ("_parameters", "_buffers", "_modules"):
+        own = module.__dict__[kind] = root.__dict__[kind]  # the same dictionaries: assignments to root are seen here
+        for name in taken.intersection(own):  # a user's child may be called `graph` or `code`: here too, then
+            setattr(type(module), name, property(partial(_entry, kind, name)))
     return module
+
+
+def _entry(kind: str, name: str, module: nn.Module) -> Any:
+    return module.__dict__[kind][name]
 
 
 def live_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -140,8 +148,10 @@ def extract(
 
 
 def free_name(trace: Trace, stem: str) -> str:
-    """`stem_0`, `stem_1`, ... whichever no constant of the trace has."""
-    return next(f"{stem}_{i}" for i in range(len(trace.constants) + 1) if f"{stem}_{i}" not in trace.constants)
+    """`stem_0`, `stem_1`, ... whichever neither a constant of the trace has nor a child of the model that it reads."""
+    taken = {str(n.target).partition(".")[0] for n in trace.graph.nodes if n.op in ("get_attr", "call_module")}
+    taken |= trace.constants.keys()
+    return next(f"{stem}_{i}" for i in range(len(taken) + 1) if f"{stem}_{i}" not in taken)
 
 
 def bytes_of(value: Any) -> int:

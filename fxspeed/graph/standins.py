@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxspeed.graph.symbols import SYMS
@@ -41,6 +42,24 @@ def traced_len(value: Any) -> Any:
     return value.shape[0] if isinstance(value, FakeTensor) and value.dim() else builtins.len(value)
 
 
+@contextlib.contextmanager
+def grouped_mm_of_any_dtype() -> Iterator[None]:
+    """Let `grouped_mm` run on fake tensors of any floating type, as its kernels do; its meta kernel takes bfloat16."""
+    name = "_meta_grouped_mm_common"
+    original = getattr(torch._meta_registrations, name, None)
+    if original is None:
+        yield
+        return
+
+    def meta(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not {a.dtype, b.dtype} <= {torch.float32, torch.float16}:
+            return original(a, b, *args, **kwargs)
+        return original(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)
+
+    with replaced(torch._meta_registrations, name, meta):
+        yield
+
+
 class _NumberMeta(type):
     base: type
 
@@ -70,4 +89,7 @@ class _Int(metaclass=_NumberMeta):
 
 
 NUMBERS = {"float": _Float, "int": _Int}
-NUMBER_TYPES: dict[Any, type] = {_Float: float, _Int: int}
+#: Types as arguments of torch's functions mean dtypes.
+NUMBER_TYPES: dict[Any, torch.dtype] = {
+    _Float: torch.float64, float: torch.float64, _Int: torch.int64, int: torch.int64, bool: torch.bool,
+}  # fmt: skip

@@ -17,17 +17,37 @@ from fxspeed.graph.symbols import SYMS
 
 def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] | None = None) -> Any:
     """`tree` with `change` applied to its leaves of type `kind` (default: anything that is no container)."""
+    return _map(tree, change, kind, objects=False)
+
+
+def map_objects(tree: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] | None = None) -> Any:
+    """`map_tensors` that looks into plain objects too (key-value caches), and makes new ones of their classes."""
+    return _map(tree, change, kind, objects=True)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of a plain object, which are all that it is; None of anything else."""
+    known = isinstance(value, (*CONSTANTS, torch.Tensor, dict)) or callable(value)
+    plain = hasattr(value, "__dict__") and not known
+    return vars(value) if plain and not any(getattr(c, "__slots__", ()) for c in type(value).__mro__) else None
+
+
+def _map(tree: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] | None, objects: bool) -> Any:
+    if kind is not None and isinstance(tree, kind):
+        return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(v, change, kind) for v in tree))
+        return type(tree)(*(_map(v, change, kind, objects) for v in tree))
     if type(tree) in (list, tuple):
-        return type(tree)(map_tensors(v, change, kind) for v in tree)
+        return type(tree)(_map(v, change, kind, objects) for v in tree)
     if type(tree) in (dict, collections.OrderedDict):
-        return type(tree)((k, map_tensors(v, change, kind)) for k, v in tree.items())
+        return type(tree)((k, _map(v, change, kind, objects)) for k, v in tree.items())
     if isinstance(tree, dict) and dataclasses.is_dataclass(tree):  # the outputs of transformers
-        return type(tree)(**{k: map_tensors(v, change, kind) for k, v in tree.items()})
+        return type(tree)(**{k: _map(v, change, kind, objects) for k, v in tree.items()})
+    if objects and (attributes := attributes_of(tree)) is not None:
+        return Build(type(tree))(**{k: _map(v, change, kind, objects) for k, v in attributes.items()})
     if kind is None:
         return tree if isinstance(tree, CONSTANTS) else change(tree)
-    return change(tree) if isinstance(tree, kind) else tree
+    return tree
 
 
 def replace_tensors(tree: Any, values: Iterator[torch.Tensor]) -> Any:
@@ -148,9 +168,8 @@ def encode(value: Any, arg: Callable[[Any], Any], graph: fx.Graph, originals: di
             fields = {f.name: walk(getattr(value, f.name)) for f in dataclasses.fields(value)}
             if isinstance(value, dict) or set(vars(value)) <= set(fields):
                 return call(cls, **{k: v for k, v in fields.items() if v is not None})
-        slots = any(getattr(c, "__slots__", ()) for c in cls.__mro__)
-        if hasattr(value, "__dict__") and not slots and not isinstance(value, (dict, torch.nn.Module)):
-            return call(Build(cls), **{k: walk(v) for k, v in vars(value).items()})
+        if (attributes := attributes_of(value)) is not None:
+            return call(Build(cls), **{k: walk(v) for k, v in attributes.items()})
         raise Untraceable(f"the output holds a {cls.__name__}")
 
     return walk(value)

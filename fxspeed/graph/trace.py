@@ -34,10 +34,10 @@ from torch.overrides import TorchFunctionMode
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime, structure
 from fxspeed.graph.clone import FakeClone
-from fxspeed.graph.inputs import CONSTANTS, InputSpec, compile_guard, describe
+from fxspeed.graph.inputs import CONSTANTS, Dim, InputSpec, compile_guard, describe
 from fxspeed.graph.pickling import pack, unpack
-from fxspeed.graph.probe import Probe
-from fxspeed.graph.standins import NUMBER_TYPES, NUMBERS, named, replaced, traced_len
+from fxspeed.graph.probe import Fact, Probe
+from fxspeed.graph.standins import NUMBER_TYPES, NUMBERS, grouped_mm_of_any_dtype, named, replaced, traced_len
 from fxspeed.graph.state import own_state, preserved_rng, random_state, restore, same_random_state, set_random_state
 from fxspeed.graph.symbols import SYMS, Symbols
 
@@ -156,7 +156,7 @@ class Trace:
         return dataclasses.replace(self, graph=graph, constants=dict(self.constants))
 
 
-def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[str | int, ...] = ("batch",)) -> Trace:
+def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[Dim, ...] = ("batch",)) -> Trace:
     """Capture `model(*args, **kwargs)`, with the modes and training flags as they are now.
 
     Neither the model, its buffers, the inputs nor any random state is changed. The inputs may be fake.
@@ -387,6 +387,7 @@ class _Tracer:
             patch(torch.autocast, "__enter__", autocast_enter)
             patch(torch.autocast, "__exit__", autocast_exit)
             patch(torch, "is_grad_enabled", grad_enabled)
+            stack.enter_context(grouped_mm_of_any_dtype())
             for space in self.spaces():
                 stack.enter_context(named(space, "len", traced_len))
                 for name in self.numbers.get(id(space), ()):
@@ -527,7 +528,7 @@ class _Tracer:
                 (n.meta["val"].shape[0] for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim()),
                 None,
             )
-        return structure.map_tensors(outputs, lambda fact: fact.fake(self.fake_mode, batch))
+        return structure.map_objects(outputs, lambda fact: fact.fake(self.fake_mode, batch), Fact)
 
     # ------------------------------------------------------------------ functions
     def record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -541,7 +542,7 @@ class _Tracer:
         if name in _REFUSED and args and isinstance(args[0], torch.Tensor) and id(args[0]) in self.nodes:
             raise Untraceable(f"Tensor.{name}() needs the tensor's value or changes what autograd sees")
         if name == "__set__":
-            raise Untraceable("an attribute of a tensor is assigned")
+            return self._assign(func, *args)
         if name == "__get__":
             return self._attribute(func, args)
         if name == "__iter__":
@@ -560,6 +561,8 @@ class _Tracer:
             with _as_eager(name):
                 output = func(*args, **kwargs)
             written = [t for t, v in zip(watched, versions, strict=True) if not t.is_inference() and t._version != v]
+            if func is torch.Tensor.requires_grad_:
+                written = watched  # what follows sees another tensor
         if not written and not _has_nodes(output):
             return output
         if (
@@ -594,6 +597,12 @@ class _Tracer:
         self._facts(node, value, len(self.saved), [])
         return self._results(node, value, [args[0]])
 
+    def _assign(self, func, tensor: torch.Tensor, value: Any) -> None:
+        """`x.requires_grad = True`; anything else that is assigned to a tensor needs Python."""
+        if func.__self__ is not torch.Tensor.requires_grad or value is not True:
+            raise Untraceable("an attribute of a tensor is assigned")
+        self.record(torch.Tensor.requires_grad_, (tensor,), {})
+
     # ------------------------------------------------------------------ values and nodes
     def arg(self, value: Any) -> Any:
         """`value` as an argument of a node."""
@@ -615,7 +624,7 @@ class _Tracer:
             return slice(self.arg(value.start), self.arg(value.stop), self.arg(value.step))
         if isinstance(value, numpy.generic):
             return value.item()
-        if value in NUMBER_TYPES:
+        if isinstance(value, type) and value in NUMBER_TYPES:
             return NUMBER_TYPES[value]
         raise Untraceable(f"an argument of type {type(value).__name__}")
 
@@ -667,6 +676,14 @@ class _Tracer:
             if hasattr(output, "_fields"):
                 return type(output)(*made.values())
             return type(output)(made.values())
+        if _has_nodes(output):
+            attributes = structure.attributes_of(output)
+            assert attributes is not None
+            for name, item in attributes.items():
+                if _has_nodes(item):
+                    part = self.graph.create_node("call_function", getattr, (node, name), {})
+                    self._facts(part, item, len(self.saved), [])
+                    attributes[name] = self._results(part, item, watched, checked)
         return output
 
     def _know(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -801,7 +818,8 @@ def _has_nodes(value: Any) -> bool:
         return any(map(_has_nodes, value))
     if isinstance(value, dict):
         return any(map(_has_nodes, value.values()))
-    return False
+    attributes = structure.attributes_of(value)
+    return attributes is not None and any(map(_has_nodes, attributes.values()))
 
 
 def _is_unbacked(value: Any) -> bool:
