@@ -15,6 +15,7 @@ from torch import nn
 
 import fxspeed
 from fxspeed.graph.structure import map_tensors, tensors_in
+from fxspeed.module import OptimizedMixin
 
 Inputs = tuple[tuple, dict[str, Any]]
 #: How a model is made, and example inputs for it.
@@ -78,11 +79,13 @@ def check(name: str, example: Example, sizes: bool = False) -> Row:
     ]:
         if not got <= worst:
             worst, where = got, label
-    nodes = max((len(e.trace.graph.nodes) for e in result.program.entries), default=0)
+    programs = [m._fxspeed for m in result.module.modules() if isinstance(m, OptimizedMixin)]
+    graphs = [e.trace.graph for p in programs for e in p.entries]
+    nodes = max((len(g.nodes) for g in graphs), default=0)
     leaves = [s for s in result.skipped if s.pass_name == "capture" and "dynamic" not in s.what]
     status, why = "whole", ""
     if leaves:
-        status = "eager" if result.program.eager else "part"
+        status = "part" if graphs else "eager"
         why = f"{leaves[0].target}: {leaves[0].why} [{leaves[0].source}]"
     if not worst <= TOLERANCE:
         status, why = "wrong", f"{where} off by {worst:.1e}"
