@@ -21,7 +21,7 @@ from torch import fx, nn
 from fxspeed.errors import Error, Untraceable
 from fxspeed.example import real_inputs
 from fxspeed.graph import runtime
-from fxspeed.graph.regions import bind
+from fxspeed.graph.regions import bind, hint
 from fxspeed.graph.state import preserved_rng
 from fxspeed.passes import DEFAULT, resolve
 from fxspeed.passes.checkpoint import as_budget
@@ -80,7 +80,7 @@ def _rewritten(graph: fx.GraphModule, inputs: list[Any], chosen: dict[str, Any])
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
     asked = {"memory_budget": as_budget(chosen["memory_budget"]), "precision": chosen["precision"], "device": device}
     with preserved_rng(), torch._guards.tracing(None):
-        example = [_empty(int(v)) if i in numbers else v for i, v in enumerate(inputs)]
+        example = [_empty(hint(v)) if i in numbers else v for i, v in enumerate(inputs)]
         args, _ = real_inputs(tuple(example), None, module, device)
         pipeline = Pipeline(passes, asked, tuple(_dynamic(graph)), chosen["verify"])
         captured = pipeline.capture(module, args, {}, [mode])

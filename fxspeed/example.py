@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxspeed.graph.regions import hint
 from fxspeed.graph.structure import map_tensors
 
 
@@ -28,7 +29,7 @@ def real_inputs(
     def real(t: torch.Tensor) -> torch.Tensor:
         if not (t.is_meta or isinstance(t, FakeTensor)):
             return t
-        shape = [int(s.node.hint) if isinstance(s, torch.SymInt) else int(s) for s in t.shape]
+        shape = [hint(s) for s in t.shape]
         if t.dtype.is_floating_point:
             made = torch.randn(shape, generator=generator).to(t.dtype)
         else:

@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 
 from fxspeed.graph import runtime
 from fxspeed.graph.clone import plain_copy, without_hooks
-from fxspeed.graph.regions import Region, bind
+from fxspeed.graph.regions import Region, bind, hint
 from fxspeed.graph.state import preserved_rng
 from fxspeed.graph.structure import map_tensors, tensors_in
 from fxspeed.graph.trace import Trace
@@ -127,7 +127,7 @@ def region_matches(region: Region, root: nn.Module) -> str:
             value = node.meta["val"]
             if not isinstance(value, torch.Tensor):
                 return ""
-            shape = [int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in value.shape]
+            shape = [hint(s) for s in value.shape]
             if value.is_floating_point():
                 made = torch.randn(shape, generator=generator).to(value.device, value.dtype)
             else:

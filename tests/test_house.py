@@ -22,6 +22,7 @@ ORDER = [
     "result",
     "pipeline",
     "optimize",
+    "dynamo",
     "train",
     "cli",
 ]

@@ -353,3 +353,109 @@ def test_frozen_flags_are_seen():
         m.train()
         m[1].eval(), m[2].eval()
     close(run(model, (x,)), run(result.module, (x,)), 1e-6)
+
+
+def test_requires_grad_set_in_forward():
+    """As transformers' wav2vec2 does before it checkpoints: a gradient reaches the input."""
+
+    def forward(self, x):
+        h = x * 2
+        if not h.requires_grad:
+            h.requires_grad = True
+        y = self.a(h)
+        return y, h
+
+    model = Net(forward, a=nn.Linear(4, 4))
+    result = fxspeed.optimize(model, torch.randn(3, 4), **PASSES)
+    assert not [s for s in result.skipped if s.pass_name == "capture"]
+    x = torch.randn(5, 4)
+    (y, h), (want, _) = result.module(x), model(x)
+    assert torch.equal(y, want) and h.requires_grad
+    y.sum().backward()
+    assert result.module.a.weight.grad is not None
+
+
+class Cache:
+    """What transformers returns beside the logits: an object that holds tensors in lists."""
+
+    def __init__(self):
+        self.keys: list[torch.Tensor] = []
+        self.seen = 0
+
+    def update(self, key):
+        self.keys.append(key)
+        self.seen += key.shape[0]
+        return torch.cat(self.keys, -1)
+
+
+def test_objects_of_the_users_classes_as_outputs():
+    def forward(self, x):
+        cache = Cache()
+        y = self.b(cache.update(self.a(x)))
+        cache.update(y)
+        return {"y": y, "cache": cache}
+
+    model, (x,) = doubled(Net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3)), (torch.randn(5, 4),))
+    result = fxspeed.optimize(model, x, **PASSES)
+    assert not [s for s in result.skipped if s.pass_name == "capture"]
+    for batch in (x, torch.cat([x, x])):
+        want, got = model(batch), result.module(batch)
+        assert type(got["cache"]) is Cache and got["cache"].seen == want["cache"].seen
+        close([want["y"], *want["cache"].keys], [got["y"], *got["cache"].keys], 1e-12)
+    assert result.module(x)["cache"] is not result.module(x)["cache"]
+
+
+@pytest.mark.parametrize("kind", [int, float, bool])
+def test_python_types_as_dtypes(kind):
+    model = Net(lambda s, x: s.a(x) * torch.ones(x.shape, dtype=kind) + (x > 0).to(dtype=kind), a=nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    result = fxspeed.optimize(model, x, **PASSES)
+    assert not [s for s in result.skipped if s.pass_name == "capture"]
+    close(run(model, (x,)), run(result.module, (x,)), 1e-6)
+
+
+def test_grouped_matrix_products():
+    """What mixtures of experts are made of."""
+
+    def forward(self, x):
+        offsets = torch.tensor([2, 6], dtype=torch.int32)
+        return torch._grouped_mm(x, self.w, offs=offsets)
+
+    model = Net(forward, w=nn.Parameter(torch.randn(2, 8, 8)))
+    x = torch.randn(6, 8)
+    result = fxspeed.optimize(model, x, dynamic=(), **PASSES)
+    assert not [s for s in result.skipped if s.pass_name == "capture"]
+    close(run(model, (x,)), run(result.module, (x,)), 0)
+
+
+NAMES = ("graph", "code", "checkpoint_0", "fused_0")
+
+
+def test_children_named_as_a_graph_module_names_its_own():
+    def forward(self, x):
+        for name in NAMES:
+            x = torch.sigmoid(getattr(self, name)(x).sin()) * self.print_readable
+        return x
+
+    model = Net(forward, **{name: nn.Linear(8, 8) for name in NAMES})
+    model.register_buffer("print_readable", torch.full((8,), 1.5))
+    model, (x,) = doubled(model, (torch.randn(64, 8),))
+    assert_same(model, (x,), passes=["checkpoint"], memory_budget=0.7)
+
+
+def test_capture_copies_no_parameter():
+    """Two copies of the weights would be 64 MiB; capture on fake tensors takes next to nothing."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    pointers = {p.data_ptr() for p in model.parameters()}
+    made: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and type(out) in (torch.Tensor, nn.Parameter):
+                made.append(0 if out.data_ptr() in pointers else out.numel() * out.element_size())
+            return out
+
+    with Watch():
+        trace(model, (torch.randn(2, 1024),), {})
+    assert sum(made) < 1024 * 1024
