@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
@@ -35,6 +37,25 @@ def net() -> nn.Module:
 def test_bad_options(options, word):
     with pytest.raises(fxspeed.Error, match=word):
         fxspeed.optimize(nn.Linear(2, 2), torch.randn(2, 2), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 0.9}, {"precision": "bf16"}, {"passes": ["fuse_pointwise"]}])
+def test_nothing_outlives_the_result(options):  # autograd's nodes, which gc cannot see into, once kept every model
+    def use():
+        class Mine(nn.Sequential):
+            pass
+
+        wide = [layer for k in (2, 99, 99) for layer in (nn.Linear(k, 99), nn.GELU(), nn.Tanh())]
+        model, x = Mine(*net(), *wide), torch.randn(64, 3, 6, 6)
+        result = fxspeed.optimize(model, (x,), **options)
+        result.train_step(lambda out: out.square().mean())(x)
+        assert type(result.module) is type(fxspeed.optimize(model, (x,)).module)
+        kept = [*model.parameters(), *result.module.parameters()]
+        return [weakref.ref(it) for it in (model, result.module, Mine, type(result.module), *kept)]
+
+    refs = use()
+    gc.collect()
+    assert not [it for it in (ref() for ref in refs) if it is not None]
 
 
 def test_wrong_inputs_and_wrong_models():

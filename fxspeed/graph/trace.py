@@ -250,7 +250,9 @@ class _Tracer:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             stack.enter_context(self.fake_mode)
             stack.enter_context(enable_python_dispatcher())  # operators written in C++ would fix symbolic sizes
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda _: None))
+            # Autograd's nodes own these hooks where the garbage collector cannot see: they must not lead back to us.
+            stack.callback(self.saved.clear)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.saved.append, lambda _: None))
             stack.enter_context(self._patched())
             stack.enter_context(_Recorder(self.record))
             try:
@@ -716,9 +718,6 @@ class _Tracer:
         node.meta["path"] = self.scope[-1] if self.scope else ""
         frame = _user_frame()
         node.meta["source"] = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-
-    def _pack(self, tensor: torch.Tensor) -> None:
-        self.saved.append(tensor)
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
