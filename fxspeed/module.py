@@ -185,7 +185,10 @@ class OptimizedMixin:
     _fxspeed_class: type[nn.Module]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        before = [t.dtype for t in self.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
+        if before != [t.dtype for t in self.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]:
+            self._fxspeed.entries.clear()  # forwards may ask for the dtype of a weight
         self._fxspeed.move(fn)
         return result
 

@@ -14,34 +14,38 @@ from torch import nn
 from fxspeed.graph.clone import HOOKS
 
 
-def own_state(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module by identity, containers one level deep."""
+def own_state(module: nn.Module, names: dict[int, int] | None = None) -> dict[str, Any]:
+    """The attributes of a module by identity, containers one level deep.
+
+    `names` maps the `id` of an object to that of another which it stands for.
+    """
     seen: dict[str, Any] = {}
+    name_of = lambda value: id(value) if names is None else names.get(id(value), id(value))
     for name, value in vars(module).items():
         if name in HOOKS or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
             continue  # libraries watch their modules with hooks that the forward installs
         if name == "forward" and getattr(value, "__func__", None) is type(module).forward:
             continue  # wrapped for a while and put back, as libraries do that watch their modules
         if isinstance(value, dict):
-            seen[name] = _Same(value, tuple((k, id(v)) for k, v in value.items()))
+            seen[name] = _Same(value, id(value), tuple((k, name_of(v)) for k, v in value.items()))
         elif isinstance(value, (list, set)):
-            seen[name] = _Same(value, tuple(map(id, value)))
+            seen[name] = _Same(value, id(value), tuple(map(name_of, value)))
         else:
-            seen[name] = _Same(value, None)
+            seen[name] = _Same(value, name_of(value), None)
     return seen
 
 
 class _Same:
     """Equal only to the same object with the same contents (plain numbers and strings: to an equal one)."""
 
-    def __init__(self, value: Any, contents: tuple | None):
-        self.value, self.contents = value, contents
+    def __init__(self, value: Any, name: int, contents: tuple | None):
+        self.value, self.name, self.contents = value, name, contents
         self.copy = value.copy() if contents is not None else None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Same):
             return NotImplemented
-        same = self.value is other.value
+        same = self.name == other.name
         if not same and isinstance(self.value, (int, float, str)):
             same = type(self.value) is type(other.value) and self.value == other.value
         return same and self.contents == other.contents

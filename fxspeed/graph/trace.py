@@ -231,6 +231,7 @@ class _Tracer:
         self.leaves: list[Leaf] = []
         self.flags: dict[str, bool] = {}
         self.scope: list[str] = []
+        self.noops: dict[int, int] = {}  # id of a tensor that an operator returned as it got it -> id of that
         self.settled: dict[int, dict[str, Any]] = {}  # modules whose attributes hold caches now, and these
         self.calls: dict[str, int] = {}
         self.saved: list[torch.Tensor] = []
@@ -244,7 +245,7 @@ class _Tracer:
         args, kwargs = structure.replace_tensors((self.args, dict(self.kwargs)), iter(fakes))
         before = structure.outline((args, kwargs))
         root = self.clone.module
-        states = [(m, own_state(m)) for m in root.modules()]
+        states = self._states(root)
         ambient = runtime.ambient()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
@@ -263,9 +264,8 @@ class _Tracer:
                 raise Untraceable(f"{_reason(error)} [{_source_of(error)}]") from error
             if structure.outline((args, kwargs)) != before:
                 raise Untraceable("forward changes the containers it is given")
-            for module, state in states:
-                if own_state(module) != self.settled.get(id(module), state) and not self._is_opaque(module):
-                    raise Untraceable(f"forward changes attributes of another module ({type(module).__name__})")
+            if changed := self._changed(states):
+                raise Untraceable(f"forward changes attributes of another module ({type(changed[0]).__name__})")
             self.paused += 1
             result = structure.encode(output, self.arg, self.graph, self.clone.originals)
         self.graph.output(result)
@@ -372,6 +372,16 @@ class _Tracer:
                 tracer.node(runtime.exit_autocast, ())
             return original_autocast_exit(context, *exc)
 
+        def converted(module, fn, recurse=True):
+            if id(module) not in tracer.clone.module_paths:
+                return original_converted(module, fn, recurse)
+            with tracer._pause():
+                for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+                    if fn(tensor) is not tensor:
+                        raise Untraceable("its forward casts or moves a module")
+            return module
+
+        original_converted = nn.Module._apply
         original_autocast_enter, original_autocast_exit = torch.autocast.__enter__, torch.autocast.__exit__
         inference = torch.autograd.grad_mode.inference_mode
         original_apply = torch.autograd.Function.__dict__["apply"].__func__
@@ -382,6 +392,7 @@ class _Tracer:
             patch = lambda *a: stack.enter_context(replaced(*a))
             patch(nn.Module, "_fxspeed_call", original)
             patch(nn.Module, "__call__", call)
+            patch(nn.Module, "_apply", converted)
             patch(torch.autograd.Function, "apply", classmethod(apply))
             patch(checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
             patch(inference, "__enter__", inference_enter)
@@ -422,7 +433,7 @@ class _Tracer:
 
     def _open(self, module, path, original, args, kwargs, hooks=True) -> Any:
         """Run a module's forward with its parts recorded one by one."""
-        state, draws = own_state(module), random_state()
+        states, draws = self._states(module), random_state()
         depth = len(self.scope)
         self.scope.append(path)
         self.flags[path] = module.training
@@ -431,10 +442,12 @@ class _Tracer:
         last = next(reversed(self.graph.nodes), None)
         try:
             output = run()
-            if own_state(module) != state and not self._only_caches(module, run, last):
-                raise Untraceable("its forward changes its own attributes")
+            if (changed := self._changed(states)) and not self._only_caches(changed, run, last):
+                whose = "its own attributes" if changed == [module] else f"attributes of a {type(changed[-1]).__name__}"
+                raise Untraceable(f"its forward changes {whose}")
         except BaseException:
-            restore(module, state)
+            for part, state in states:
+                restore(part, state)
             raise
         finally:
             self.paused = paused
@@ -445,19 +458,33 @@ class _Tracer:
             raise Untraceable("its forward draws Python or NumPy random numbers")
         return output
 
-    def _only_caches(self, module: nn.Module, run: Callable[[], Any], last: fx.Node | None) -> bool:
-        """Whether what a forward left in its module's attributes makes no difference to the next forward.
+    def _states(self, module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+        return [(m, own_state(m, self.noops)) for m in module.modules() if m is module or not self._is_opaque(m)]
+
+    def _changed(self, states: list[tuple[nn.Module, dict[str, Any]]]) -> list[nn.Module]:
+        """The modules whose attributes are no longer those of `states`, nor caches that are known to be no more."""
+        return [
+            module
+            for module, state in states
+            if (now := own_state(module, self.noops)) != state
+            and now != self.settled.get(id(module))
+            and not self._is_opaque(module)
+        ]
+
+    def _only_caches(self, modules: list[nn.Module], run: Callable[[], Any], last: fx.Node | None) -> bool:
+        """Whether what a forward left in attributes of `modules` makes no difference to the next forward.
 
         True where a second forward changes nothing more and does the same as the first, but for what the first
         computed from sizes, parameters and constants alone: it then found that in the attributes. The graph, which
         is the first forward's, computes it anew.
         """
         first = _behind(self.graph, last)
-        warm, middle = own_state(module), next(reversed(self.graph.nodes), None)
+        warm = {id(m): own_state(m, self.noops) for m in modules}
+        middle = next(reversed(self.graph.nodes), None)
         known = dict(self.nodes)
         run()
         second = _behind(self.graph, middle)
-        same = own_state(module) == warm
+        same = all(own_state(m, self.noops) == warm[id(m)] for m in modules)
         left = iter(second)
         expected = next(left, None)
         for node in first:
@@ -467,7 +494,7 @@ class _Tracer:
                 same = False
         same = same and expected is None
         self._erase_after(middle, known)
-        self.settled[id(module)] = warm
+        self.settled.update(warm)
         return same
 
     def _is_opaque(self, module: nn.Module) -> bool:
@@ -612,6 +639,8 @@ class _Tracer:
             return self._node_of(value)
         if isinstance(value, SYMS):
             return self.symbols.node(value)
+        if isinstance(value, numpy.generic):  # numpy.float64 is a float that prints otherwise
+            return value.item()
         if isinstance(value, CONSTANTS) or value is Ellipsis or isinstance(value, torch.memory_format):
             return value
         if isinstance(value, torch.Size):
@@ -624,8 +653,6 @@ class _Tracer:
             return {k: self.arg(v) for k, v in value.items()}
         if isinstance(value, slice):
             return slice(self.arg(value.start), self.arg(value.stop), self.arg(value.step))
-        if isinstance(value, numpy.generic):
-            return value.item()
         if isinstance(value, type) and value in NUMBER_TYPES:
             return NUMBER_TYPES[value]
         raise Untraceable(f"an argument of type {type(value).__name__}")
@@ -653,8 +680,9 @@ class _Tracer:
         if isinstance(output, torch.Tensor):
             if any(output is t for t in watched) and not node.meta.get("mutates"):
                 with self._pause():
-                    output = output.view_as(output)  # a no-op here, perhaps not for other inputs: keep the two apart
-                    node.meta["val"] = output
+                    made = output.view_as(output)  # a no-op here, perhaps not for other inputs: keep the two apart
+                    self.noops[id(made)] = self.noops.get(id(output), id(output))
+                    node.meta["val"] = output = made
             if checked:
                 sizes = tuple(self.arg(s) for s in output.shape)
                 node = self.graph.create_node("call_function", runtime.expect_shape, (node, sizes), {})
