@@ -185,9 +185,9 @@ class OptimizedMixin:
     _fxspeed_class: type[nn.Module]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        before = [t.dtype for t in self.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]
+        before = _dtypes(self)
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        if before != [t.dtype for t in self.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]:
+        if before != _dtypes(self):
             self._fxspeed.entries.clear()  # forwards may ask for the dtype of a weight
         self._fxspeed.move(fn)
         return result
@@ -203,6 +203,10 @@ class OptimizedMixin:
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _bare, (self._fxspeed_class,), vars(self).copy()
+
+
+def _dtypes(module: Any) -> list[torch.dtype]:
+    return [t.dtype for t in (*module.parameters(), *module.buffers())]
 
 
 def _bare(cls: Any) -> nn.Module:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxspeed.errors import Error
 
@@ -20,6 +22,14 @@ def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
             f"{tuple(shape)}; call optimize() with inputs like these, or leave the module around it out"
         )
     return tensor
+
+
+def require(value: Any, wanted: bool, error: str, message: str) -> None:
+    """Raise the built-in exception named `error` unless the truth of `value` is `wanted`: the model's own assertion."""
+    if isinstance(value, (FakeTensor, torch.SymBool)):
+        return
+    if bool(value) is not wanted:
+        raise getattr(builtins, error)(*([message] if message else []))
 
 
 class FunctionApply:
@@ -99,6 +109,7 @@ SIDE_EFFECTS = MODE_SWITCHES | {
     enter_autocast,
     exit_autocast,
     expect_shape,
+    require,
     torch._assert,
 }
 

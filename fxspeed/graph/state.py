@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy
@@ -20,7 +20,12 @@ def own_state(module: nn.Module, names: dict[int, int] | None = None) -> dict[st
     `names` maps the `id` of an object to that of another which it stands for.
     """
     seen: dict[str, Any] = {}
-    name_of = lambda value: id(value) if names is None else names.get(id(value), id(value))
+
+    def name_of(value: Any) -> Hashable:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value.node.expr
+        return id(value) if names is None else names.get(id(value), id(value))
+
     for name, value in vars(module).items():
         if name in HOOKS or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
             continue  # libraries watch their modules with hooks that the forward installs
@@ -38,7 +43,7 @@ def own_state(module: nn.Module, names: dict[int, int] | None = None) -> dict[st
 class _Same:
     """Equal only to the same object with the same contents (plain numbers and strings: to an equal one)."""
 
-    def __init__(self, value: Any, name: int, contents: tuple | None):
+    def __init__(self, value: Any, name: Hashable, contents: tuple | None):
         self.value, self.name, self.contents = value, name, contents
         self.copy = value.copy() if contents is not None else None
 

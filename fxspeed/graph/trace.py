@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxspeed.errors import Untraceable
 from fxspeed.graph import runtime, structure
+from fxspeed.graph.asserts import demand_at
 from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.inputs import CONSTANTS, Dim, InputSpec, compile_guard, describe
 from fxspeed.graph.pickling import pack, unpack
@@ -381,7 +382,14 @@ class _Tracer:
                         raise Untraceable("its forward casts or moves a module")
             return module
 
-        original_converted = nn.Module._apply
+        def truth(number):
+            if not tracer.paused and number.node.is_symbolic() and not number.node.has_hint():
+                wanted = tracer._required(number)
+                if wanted is not None:
+                    return wanted
+            return original_truth(number)
+
+        original_converted, original_truth = nn.Module._apply, torch.SymBool.__bool__
         original_autocast_enter, original_autocast_exit = torch.autocast.__enter__, torch.autocast.__exit__
         inference = torch.autograd.grad_mode.inference_mode
         original_apply = torch.autograd.Function.__dict__["apply"].__func__
@@ -393,6 +401,7 @@ class _Tracer:
             patch(nn.Module, "_fxspeed_call", original)
             patch(nn.Module, "__call__", call)
             patch(nn.Module, "_apply", converted)
+            patch(torch.SymBool, "__bool__", truth)
             patch(torch.autograd.Function, "apply", classmethod(apply))
             patch(checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
             patch(inference, "__enter__", inference_enter)
@@ -568,6 +577,8 @@ class _Tracer:
             frame = _user_frame()
             if self._constant_value(args[0]) is None and frame is not None:
                 raise _NeedsNumber(frame.f_globals, _READS[name])
+        if name == "__bool__" and (wanted := self._required(args[0])) is not None:
+            return wanted
         if name in _REFUSED and args and isinstance(args[0], torch.Tensor) and id(args[0]) in self.nodes:
             raise Untraceable(f"Tensor.{name}() needs the tensor's value or changes what autograd sees")
         if name == "__set__":
@@ -625,6 +636,15 @@ class _Tracer:
         node = self.graph.create_node("call_function", getattr, (self.arg(args[0]), name), {})
         self._facts(node, value, len(self.saved), [])
         return self._results(node, value, [args[0]])
+
+    def _required(self, value: Any) -> bool | None:
+        """The truth of `value` with which the model goes on, if it raises on the other; the graph checks that."""
+        frame = _user_frame()
+        demand = demand_at(frame, _Tracer.run.__code__, _is_quiet) if frame is not None else None
+        if demand is None:
+            return None
+        self.node(runtime.require, (self.arg(value), demand.wanted, demand.error, demand.message))
+        return demand.wanted
 
     def _assign(self, func, tensor: torch.Tensor, value: Any) -> None:
         """`x.requires_grad = True`; anything else that is assigned to a tensor needs Python."""
@@ -840,6 +860,8 @@ def _has_nodes(value: Any) -> bool:
         return True
     if isinstance(value, SYMS):
         expr = value.node.expr
+        if isinstance(value, torch.SymBool) and isinstance(expr, sympy.Eq):  # .item() of a bool tensor: u0 == 1
+            expr = expr.lhs
         return isinstance(expr, sympy.Symbol) and value.node.shape_env is not None and _is_unbacked(value)
     if isinstance(value, (tuple, list)):
         return any(map(_has_nodes, value))
@@ -853,14 +875,15 @@ def _is_unbacked(value: Any) -> bool:
     return not value.node.has_hint()
 
 
+def _is_quiet(file: str) -> bool:
+    """Whether a file is torch's, fxspeed's or Python's machinery rather than the model's."""
+    return file.startswith((*_QUIET, "<")) or "contextlib" in file
+
+
 def _user_frame() -> types.FrameType | None:
     """The innermost frame of code that belongs neither to torch nor to fxspeed."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_QUIET)
-        or frame.f_code.co_filename.startswith("<")
-        or "contextlib" in frame.f_code.co_filename
-    ):
+    while frame is not None and (_is_quiet(frame.f_code.co_filename)):
         frame = frame.f_back
     return frame
 
@@ -902,7 +925,7 @@ def _source_of(error: BaseException) -> str:
     found, tb = "", error.__traceback__
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
-        if not file.startswith((*_QUIET, "<")) and "contextlib" not in file:
+        if not _is_quiet(file):
             found = f"{file}:{tb.tb_lineno}"
         tb = tb.tb_next
     return found

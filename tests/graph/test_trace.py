@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -459,3 +460,44 @@ def test_capture_copies_no_parameter():
     with Watch():
         trace(model, (torch.randn(2, 1024),), {})
     assert sum(made) < 1024 * 1024
+
+
+class Cached(nn.Module):
+    """Keeps what only sizes decide, moves what is in place already."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper, self.table, self.layer = Helper(), nn.Buffer(torch.randn(9, 4)), nn.Linear(4, 4)
+        self.scale = numpy.float64(0.5)
+
+    def forward(self, x):
+        self.helper.prepare(x)
+        self.table = self.table.to(x)
+        self.layer = self.layer.to(x.dtype)
+        return self.layer(x) * self.scale + self.table[: self.helper.length], self.layer.weight.dtype == torch.float16
+
+
+class Helper(nn.Module):
+    length = None
+
+    def prepare(self, x):
+        self.length = x.shape[0]
+
+
+def test_attributes_that_only_cache():
+    model, (x,) = doubled(Cached(), (torch.randn(3, 4),))
+    result = assert_same(model, (x,), other_batch=False)
+    assert not [s for s in result.skipped if s.pass_name == "capture" and s.target != "inputs"]
+    assert model.helper.length is None
+    half = result.module.half()  # the forward asks for a weight's dtype: captured anew
+    assert half(x.half())[1] is True and result.module.double()(x)[1] is False
+
+
+def test_numbers_read_as_truth_are_outputs():
+    class Flag(nn.Module):
+        def forward(self, x):
+            return x + 1, (x < 0).any().item()
+
+    result = fxspeed.optimize(Flag(), torch.ones(2, 2))
+    assert not [s for s in result.skipped if s.pass_name == "capture"]
+    assert result.module(-torch.ones(2, 2))[1] is True and result.module(torch.ones(2, 2))[1] is False
