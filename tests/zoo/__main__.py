@@ -3,12 +3,14 @@
 For each model it prints whether it was captured whole (or which module stayed, and why), whether outputs, gradients
 and buffers are equal in train mode and outputs in eval mode with another batch size, what `optimize` took in seconds
 and in forwards of the model, and how large the graph is. The summary closes it. `--json FILE` keeps a line for each
-model and passes over those that the file has already; `--part 0/2` takes every second one.
+model and passes over those that the file has already (a model at which the process was killed, for memory, is skipped
+by the next one); `--part 0/2` takes every second one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -58,6 +60,32 @@ def run(name: str, example: Example, sizes: bool = False) -> Row:
         gc.collect()
 
 
+class Journal:
+    """The rows of a file, one JSON object a line; beside it, the name of the model that is at work."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path, self.rows = path, dict[str, Row]()
+        if path and os.path.exists(path):
+            with open(path) as file:
+                self.rows = {r["name"]: Row(**r) for r in map(json.loads, file)}
+        if path and os.path.exists(path + ".now"):
+            with open(path + ".now") as file:
+                self.add(Row(file.read(), "skipped", "the process was killed: more memory than this machine has"))
+
+    def begin(self, name: str) -> None:
+        if self.path:
+            with open(self.path + ".now", "w") as file:
+                file.write(name)
+
+    def add(self, row: Row) -> None:
+        self.rows[row.name] = row
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.path + ".now")
+
+
 def summary(rows: list[Row]) -> str:
     """Counts, and the shares of those that ran."""
     counts = Counter(r.status for r in rows)
@@ -82,10 +110,7 @@ def main() -> int:
     parser.add_argument("--json")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    known: dict[str, Row] = {}
-    if options.json and os.path.exists(options.json):
-        with open(options.json) as file:
-            known = {r["name"]: Row(**r) for r in map(json.loads, file)}
+    journal = Journal(options.json)
     rows: list[Row] = []
     chooser = random.Random(options.seed)
     mine, parts = map(int, options.part.split("/"))
@@ -96,13 +121,12 @@ def main() -> int:
         if options.share < 1:
             chosen = chooser.sample(chosen, max(1, round(options.share * len(chosen))))
         for name, example in chosen[mine::parts]:
-            row = known.get(f"{source}/{name}")
+            row = journal.rows.get(f"{source}/{name}")
             if row is None:
+                journal.begin(f"{source}/{name}")
                 row = run(f"{source}/{name}", example, options.sizes)
                 print(row, flush=True)
-                if options.json:
-                    with open(options.json, "a") as file:
-                        file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+                journal.add(row)
             rows.append(row)
     print(summary(rows))
     return 1 if any(r.status in ("wrong", "error") for r in rows) else 0
