@@ -4,6 +4,19 @@ from fxspeed.errors import BudgetError, Error, VerificationError
 from fxspeed.optimize import optimize
 from fxspeed.passes.base import Change, Pass, Skip
 from fxspeed.result import Optimized
+from fxspeed.train.lr_finder import RangeTest, find_lr
 from fxspeed.train.step import TrainStep
 
-__all__ = ["BudgetError", "Change", "Error", "Optimized", "Pass", "Skip", "TrainStep", "VerificationError", "optimize"]
+__all__ = [
+    "BudgetError",
+    "Change",
+    "Error",
+    "Optimized",
+    "Pass",
+    "RangeTest",
+    "Skip",
+    "TrainStep",
+    "VerificationError",
+    "find_lr",
+    "optimize",
+]

@@ -183,3 +183,17 @@ def modules_in(graph: fx.Graph, constants: Iterable[str], root: nn.Module) -> di
         for n in graph.nodes
         if n.op == "call_module" and n.target not in own
     }
+
+
+def used_parameters(graph: fx.Graph, constants: dict[str, Any], root: nn.Module) -> set[int]:
+    """The `id` of each parameter that a graph and its regions read."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        known = constants.get(str(node.target)) if node.op in ("call_module", "get_attr") else None
+        if isinstance(known, Region):
+            found |= used_parameters(known.graph, known.constants, root)
+        elif node.op == "call_module":
+            found |= {id(p) for p in root.get_submodule(str(node.target)).parameters()}
+        elif node.op == "get_attr" and known is None:
+            found.add(id(operator.attrgetter(str(node.target))(root)))
+    return found

@@ -28,11 +28,14 @@ def build(
     lr: float,
     weight_decay: float | None,
     options: dict[str, Any],
+    decay_norms: bool = True,
 ) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer over the trainable parameters of `module`, and why it is built as it is.
 
     Classes that have a fused implementation for the parameters' device and dtype get it: one kernel for the whole
     step, and no read of the step count by the host.
+
+    Without `decay_norms`, parameters of one dimension (biases, norm weights) are a group without weight decay.
 
     Raises:
         Error: unknown name or option; an instance over other parameters; a library that is not installed.
@@ -57,6 +60,10 @@ def build(
     if weight_decay is not None:
         arguments["weight_decay"] = weight_decay
     make: Any = cls
+    groups: Any = parameters
+    if not decay_norms:
+        matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
+        groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for name in arguments:
         if name not in known and not takes_any:
@@ -65,10 +72,10 @@ def build(
     why = "as asked for"
     if "fused" in known and not {"fused", "foreach", "capturable", "differentiable"} & set(options):
         try:
-            return make(parameters, **arguments, fused=True), "fused: one kernel a step, no host read"
+            return make(groups, **arguments, fused=True), "fused: one kernel a step, no host read"
         except (RuntimeError, ValueError):
             why = "foreach: no fused kernel for these parameters"
-    return make(parameters, **arguments), why
+    return make(groups, **arguments), why
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,10 @@ from fxspeed.example import device_of
 from fxspeed.graph.structure import tensors_in
 from fxspeed.result import Optimized
 from fxspeed.train import optimizers, schedules
+from fxspeed.train.averaging import Average
+from fxspeed.train.batch import to_device
+from fxspeed.train.debug import debug_apis
+from fxspeed.train.distributed import Parallel, wrap
 from fxspeed.train.precision import Scaler
 
 
@@ -41,7 +46,13 @@ class TrainStep:
             weighs as much as it has items.
         clip_norm: largest norm of all gradients together, taken after unscaling.
         normalize: (mean, std) for each channel; uint8 inputs are first divided by 255.
-        distributed: "auto" wraps in DistributedDataParallel when a process group is up.
+        distributed: "auto" wraps in DistributedDataParallel when a process group is up; "fsdp" shards parameters,
+            gradients and optimizer state with fully_shard; None leaves the process alone.
+        decay_norms: False puts biases and the weights of norms (parameters of one dimension) into a group without
+            weight decay.
+        ema: factor of an exponential moving average of the weights, in (0, 1); `evaluate(..., averaged=True)` uses it.
+
+    Inputs and targets on another device are copied to the module's, without waiting.
 
     Raises:
         Error: what cannot work, with what to do instead.
@@ -62,14 +73,18 @@ class TrainStep:
         normalize: tuple[Any, Any] | None = None,
         distributed: str | None = "auto",
         tune: bool = False,
+        decay_norms: bool = True,
+        ema: float | None = None,
         **optimizer_options: Any,
     ):
         if tune:
             raise Error("tune=True is not built yet; leave it out")
-        if distributed == "fsdp":
-            raise Error('distributed="fsdp" is not built yet; use "auto" for DistributedDataParallel')
-        if distributed not in ("auto", None):
-            raise Error(f'distributed is {distributed!r}; use "auto" or None')
+        if distributed not in ("auto", "fsdp", None):
+            raise Error(f'distributed is {distributed!r}; use "auto", "fsdp" or None')
+        if distributed == "fsdp" and isinstance(optimizer, torch.optim.Optimizer):
+            raise Error("fully_shard replaces the parameters: give the optimizer's name or class, not an instance")
+        if ema is not None and not 0 < ema < 1:
+            raise Error(f"ema is {ema!r}; it must be greater than 0 and less than 1, as in 0.999")
         if not isinstance(accumulate, int) or accumulate < 1:
             raise Error(f"accumulate is {accumulate!r}; it must be a whole number of micro-batches, at least 1")
         if clip_norm is not None and not clip_norm > 0:
@@ -77,23 +92,35 @@ class TrainStep:
         self.result, self.module, self.loss_fn = result, result.module, loss_fn
         self.device = device_of(self.module)
         self.accumulate, self.clip_norm, self.total_steps = accumulate, clip_norm, total_steps
-        self.optimizer, why = optimizers.build(optimizer, self.module, lr, weight_decay, optimizer_options)
+        self.parallel = wrap(result, distributed, self.device)
+        self.model: nn.Module = self.parallel.model
+        self.optimizer, why = optimizers.build(optimizer, self.module, lr, weight_decay, optimizer_options, decay_norms)
         self.settings: list[Setting] = [Setting("optimizer", type(self.optimizer).__name__, why)]
         self.schedule = schedules.build(schedule, self.optimizer, lr, total_steps)
         if self.schedule is not None:
             self.settings.append(Setting("schedule", type(self.schedule).__name__, "stepped once an optimizer step"))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = self._scaler()
-        self.model: nn.Module = self._wrapped(distributed)
         self._normalize = self._constants(normalize)
         self.settings.append(Setting("accumulate", accumulate, "micro-batches for each optimizer step"))
         self.settings.append(Setting("clip_norm", clip_norm, "of unscaled gradients, on the device"))
         self.settings.append(Setting("gradients", None, "set to None after each step"))
+        self.settings.append(Setting("distributed", self.parallel.name, self.parallel.why))
+        self.average = Average(self.module, ema) if ema is not None else None
+        self.settings.append(Setting("ema", ema, "moving average of the weights, on the device"))
+        if self.device.type == "cuda":
+            self.settings.append(Setting("cudnn.benchmark", True, "inside steps whose shapes are those of the last"))
         self.steps = 0
+        self._pending: torch.Tensor | None = None
+        self._shapes: tuple = ()
+        self._looked = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget an incomplete accumulation."""
         self._seen = 0  # micro-batches since the last optimizer step
         self._weight = 0.0  # their items, in units of the first one's
         self._first = 1
-        self._pending: torch.Tensor | None = None
         self.optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------------ building
@@ -104,15 +131,6 @@ class TrainStep:
             return None
         self.settings.append(Setting("scaler", "on the device", "float16 gradients underflow without one"))
         return Scaler(self.device)
-
-    def _wrapped(self, distributed: str | None) -> nn.Module:
-        if distributed is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return self.module
-        from torch.nn.parallel import DistributedDataParallel
-
-        self.settings.append(Setting("distributed", "DDP", "a process group is up"))
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(self.module, device_ids=ids, gradient_as_bucket_view=True)
 
     def _constants(self, normalize: tuple[Any, Any] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         if normalize is None:
@@ -134,8 +152,11 @@ class TrainStep:
             The detached 0-dim loss, on the device.
         """
         last = self._seen + 1 == self.accumulate
+        if not self._looked:
+            self._look()
+        inputs, targets = to_device((inputs, targets), self.device)
         items = _items(inputs)
-        with self._without_sync(not last):
+        with self._settings_of_torch(inputs), self.parallel.micro_batch(last):
             loss = self._loss(self._forward(self.model, inputs), targets)
             weight = 1.0
             if self.accumulate > 1:
@@ -153,18 +174,34 @@ class TrainStep:
         return loss.detach()
 
     def flush(self) -> None:
-        """Step on an incomplete accumulation; gradients are averaged over what was seen. Nothing seen: nothing done."""
-        if self._seen:
-            if self.model is not self.module:
-                self._reduce()
+        """Step on an incomplete accumulation; gradients are averaged over what was seen. Nothing seen: nothing done.
+
+        In a process group every process must call it; they may have seen different numbers of micro-batches.
+        """
+        if not self._seen and type(self.parallel) is Parallel:
+            return
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if gradients and self._first != 1:
+            torch._foreach_mul_(gradients, float(self._first))
+        total = self.parallel.flush(self._seen, self._weight * self._first)
+        if total:
+            self._weight = total
             self._step()
 
-    def evaluate(self, inputs: Any, *targets: Any) -> tuple[torch.Tensor, Any]:
-        """Loss and output of the eval graph, in inference mode; every module's training flag is restored."""
+    def evaluate(self, inputs: Any, *targets: Any, averaged: bool = False) -> tuple[torch.Tensor, Any]:
+        """Loss and output of the eval graph, in inference mode; every module's training flag is restored.
+
+        Args:
+            averaged: with the moving average of the weights (`ema=`) in place of the weights.
+        """
+        if averaged and self.average is None:
+            raise Error("averaged=True needs a moving average: build the step with ema=0.999 or the like")
+        inputs, targets = to_device((inputs, targets), self.device)
         flags = [(m, m.training) for m in self.module.modules()]
+        weights = self.average.in_place() if averaged and self.average is not None else contextlib.nullcontext()
         try:
             self.module.eval()
-            with torch.inference_mode():
+            with weights, torch.inference_mode():
                 output = self._forward(self.module, inputs)
                 return self._loss(output, targets, training=False), output
         finally:
@@ -183,7 +220,6 @@ class TrainStep:
         mean, std = self._normalize
 
         def change(image: torch.Tensor) -> torch.Tensor:
-            image = image.to(self.device, non_blocking=True)
             scaled = image.to(mean.dtype) / 255 if image.dtype is torch.uint8 else image.to(mean.dtype)
             return (scaled - mean) / std
 
@@ -216,15 +252,17 @@ class TrainStep:
         self._advance()
         if self.scaler is not None:
             self.scaler.unscale(gradients)
+            self.parallel.agree(self.scaler.found)
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
         else:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.scaler.found if self.scaler is not None else None)
         self.steps += 1
-        self._seen, self._weight = 0, 0.0
+        self.restart()
         if self.schedule is not None:
             if self.scaler is None:
                 self._schedule_step()
@@ -246,18 +284,26 @@ class TrainStep:
         self.schedule.step()
 
     @contextlib.contextmanager
-    def _without_sync(self, off: bool) -> Iterator[None]:
-        """No gradient traffic on micro-batches that do not step."""
-        with self.model.no_sync() if off and self.model is not self.module else contextlib.nullcontext():
+    def _settings_of_torch(self, inputs: Any) -> Iterator[None]:
+        """torch's global settings as this step wants them, the user's again afterwards."""
+        if self.device.type != "cuda":
             yield
+            return
+        shapes = tuple(t.shape for t in tensors_in(inputs))
+        static, self._shapes = shapes == self._shapes, shapes
+        was = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = static
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = was
 
-    def _reduce(self) -> None:
-        """Average the gradients of an incomplete accumulation over the processes."""
-        world = torch.distributed.get_world_size()
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= world
+    def _look(self) -> None:
+        """Say once which debug APIs are on."""
+        self._looked = True
+        if found := debug_apis():
+            self.settings.append(Setting("debug APIs", tuple(found), "on at the first step: each makes steps slower"))
+            warnings.warn(f"fxspeed: on in training steps: {'; '.join(found)}", stacklevel=3)
 
     # ------------------------------------------------------------------ state
     @property
@@ -281,6 +327,7 @@ class TrainStep:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "average": self.average.state_dict() if self.average is not None else None,
             "counters": {"steps": self.steps, "seen": self._seen, "weight": self._weight, "first": self._first},
             "gradients": gradients,
         }
@@ -294,11 +341,10 @@ class TrainStep:
         missing = {"module", "optimizer", "schedule", "scaler", "counters"} - state.keys()
         if missing:
             raise Error(f"this is no state dict of a TrainStep: {', '.join(sorted(missing))} missing")
-        for name in ("schedule", "scaler"):
-            if (state[name] is None) != (getattr(self, name) is None):
-                raise Error(
-                    f"the state was taken {'without' if state[name] is None else 'with'} a {name}; build the step alike"
-                )
+        for name in ("schedule", "scaler", "average"):
+            if (state.get(name) is None) != (getattr(self, name) is None):
+                found = "without" if state.get(name) is None else "with"
+                raise Error(f"the state was taken {found} a {name}; build the step alike")
         try:
             self.module.load_state_dict(state["module"])
         except RuntimeError as error:
@@ -308,6 +354,8 @@ class TrainStep:
             self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         counters = state["counters"]
         self.steps, self._seen = counters["steps"], counters["seen"]
         self._weight, self._first = counters["weight"], counters["first"]

@@ -1,0 +1,34 @@
+"""What a loader yields, as a step takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxspeed.errors import Error
+from fxspeed.graph.structure import map_tensors
+
+
+def split(batch: Any) -> tuple[Any, tuple]:
+    """`(inputs, targets)` of a loader's batch: the first of a tuple or list is the inputs, the rest are targets.
+
+    A list of inputs becomes a tuple, so that they are positional. A tensor or dict is inputs alone.
+
+    Raises:
+        Error: the batch is of another kind.
+    """
+    if isinstance(batch, (torch.Tensor, dict)):
+        return batch, ()
+    if isinstance(batch, (tuple, list)) and batch:
+        first, *targets = batch
+        return tuple(first) if isinstance(first, list) else first, tuple(targets)
+    raise Error(
+        f"the loader yields a {type(batch).__name__}; let it yield (inputs, *targets), a tensor or a dict of tensors"
+    )
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Tensors of `tree` on `device`; copies from pinned memory do not make the host wait."""
+    move = lambda t: t if t.device == device else t.to(device, non_blocking=True)
+    return map_tensors(tree, move, torch.Tensor)
