@@ -5,6 +5,7 @@ from fxspeed.optimize import optimize
 from fxspeed.passes.base import Change, Pass, Skip
 from fxspeed.result import Optimized
 from fxspeed.train.lr_finder import RangeTest, find_lr
+from fxspeed.train.loader import TunedLoader, tune_loader
 from fxspeed.train.step import TrainStep
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "RangeTest",
     "Skip",
     "TrainStep",
+    "TunedLoader",
     "VerificationError",
     "find_lr",
     "optimize",
+    "tune_loader",
 ]

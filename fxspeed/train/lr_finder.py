@@ -78,7 +78,6 @@ def find_lr(
         raise Error(f"smoothing is {smoothing!r}; it must be in [0, 1)")
     if isinstance(loader, Iterator):
         raise Error("the loader is an iterator: its batches would be gone; give a DataLoader or a list")
-    schedule, most = step.schedule, step.total_steps
     base = [float(g["lr"]) for g in step.optimizer.param_groups]
     top = max(base) or 1.0
     rates: list[float] = []
@@ -86,30 +85,25 @@ def find_lr(
     smoothed: list[float] = []
     average, diverged = 0.0, None
     with no_trace(step), fresh(loader) as own:
-        step.schedule = step.total_steps = None
         step.module.train()
-        step.restart()
-        try:
-            batches = _endless(own)
-            for i in progress(range(steps), "learning rates"):
-                rate = low * (high / low) ** (i / (steps - 1))
-                for group, initial in zip(step.optimizer.param_groups, base, strict=True):
-                    _set_rate(group, rate * (initial / top if initial else 1.0))
-                total = 0.0
-                for _ in range(step.accumulate):
-                    inputs, targets = split(next(batches))
-                    total += float(step(inputs, *targets)) / step.accumulate
-                if not rates and not math.isfinite(total):
-                    raise Error(f"the loss is {total} at learning rate {low:.2g}: look at the data and the loss first")
-                rates.append(rate)
-                losses.append(total)
-                average = smoothing * average + (1 - smoothing) * total
-                smoothed.append(average / (1 - smoothing ** (i + 1)))
-                if not math.isfinite(total) or (i > 0 and smoothed[-1] > divergence * min(smoothed)):
-                    diverged = rate
-                    break
-        finally:
-            step.schedule, step.total_steps = schedule, most
+        batches = _endless(own)
+        for i in progress(range(steps), "learning rates"):
+            rate = low * (high / low) ** (i / (steps - 1))
+            for group, initial in zip(step.optimizer.param_groups, base, strict=True):
+                _set_rate(group, rate * (initial / top if initial else 1.0))
+            total = 0.0
+            for _ in range(step.accumulate):
+                inputs, targets = split(next(batches))
+                total += float(step(inputs, *targets)) / step.accumulate
+            if not rates and not math.isfinite(total):
+                raise Error(f"the loss is {total} at learning rate {low:.2g}: look at the data and the loss first")
+            rates.append(rate)
+            losses.append(total)
+            average = smoothing * average + (1 - smoothing) * total
+            smoothed.append(average / (1 - smoothing ** (i + 1)))
+            if not math.isfinite(total) or (i > 0 and smoothed[-1] > divergence * min(smoothed)):
+                diverged = rate
+                break
     return RangeTest(tuple(rates), tuple(losses), tuple(smoothed), _steepest(rates, smoothed), diverged)
 
 

@@ -15,13 +15,14 @@ from fxspeed.graph.state import preserved_rng
 if TYPE_CHECKING:
     from fxspeed.train.step import TrainStep
 
-_COUNTERS = ("steps", "_seen", "_weight", "_first", "_pending")
+_OWN = ("schedule", "total_steps", "steps", "_seen", "_weight", "_first", "_pending")
 
 
 @contextlib.contextmanager
 def no_trace(step: TrainStep) -> Iterator[None]:
     """Weights, buffers, gradients, optimizer, schedule, scaler, counters, training flags and random numbers are
-    afterwards as before, bit for bit and in the same tensors. The copies are held in host memory.
+    afterwards as before, bit for bit and in the same tensors. The copies are held in host memory. Inside, the step
+    begins a new accumulation and its schedule rests.
     """
     module, optimizer = step.module, step.optimizer
     tensors = [(t, _on_host(t)) for t in (*module.parameters(), *module.buffers())]
@@ -30,9 +31,11 @@ def no_trace(step: TrainStep) -> Iterator[None]:
     groups = [(g, {k: copy.copy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
     moments = {p: _kept(state) for p, state in optimizer.state.items()}
     others = [(s, copy.deepcopy(s.state_dict())) for s in (step.schedule, step.scaler, step.average) if s is not None]
-    counters = {name: getattr(step, name) for name in _COUNTERS}
+    own = {name: getattr(step, name) for name in _OWN}
     with preserved_rng():
         try:
+            step.schedule = step.total_steps = None
+            step.restart()
             yield
         finally:
             with torch.no_grad():
@@ -51,7 +54,7 @@ def no_trace(step: TrainStep) -> Iterator[None]:
                 group.update(values)
             for each, state in others:
                 each.load_state_dict(state)
-            for name, value in counters.items():
+            for name, value in own.items():
                 setattr(step, name, value)
             for m, flag in flags:
                 m.training = flag
