@@ -4,8 +4,8 @@ from fxspeed.errors import BudgetError, Error, VerificationError
 from fxspeed.optimize import optimize
 from fxspeed.passes.base import Change, Pass, Skip
 from fxspeed.result import Optimized
-from fxspeed.train.lr_finder import RangeTest, find_lr
 from fxspeed.train.loader import TunedLoader, tune_loader
+from fxspeed.train.lr_finder import RangeTest, find_lr
 from fxspeed.train.step import TrainStep
 
 __all__ = [

@@ -92,7 +92,8 @@ def tune_loader(
 
     The batches are those of the given loader in the same order: dataset, sampler, batch size, collation and generators
     are its own; persistent workers too, since a dataset that is changed between epochs would not change in them (a
-    dataset given without a loader gets them). Random augmentations inside workers draw from the workers' own seeds, as always with DataLoader.
+    dataset given without a loader gets them). Random augmentations inside workers draw from the workers' own seeds,
+    as always with DataLoader.
 
     Args:
         dataset_or_loader: a DataLoader, or a dataset to which `loader_options` (batch_size, shuffle, ...) apply.
