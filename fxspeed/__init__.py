@@ -4,11 +4,13 @@ from fxspeed.errors import BudgetError, Error, VerificationError
 from fxspeed.optimize import optimize
 from fxspeed.passes.base import Change, Pass, Skip
 from fxspeed.result import Optimized
+from fxspeed.train.batch_size import BatchSize, find_batch_size
 from fxspeed.train.loader import TunedLoader, tune_loader
 from fxspeed.train.lr_finder import RangeTest, find_lr
 from fxspeed.train.step import TrainStep
 
 __all__ = [
+    "BatchSize",
     "BudgetError",
     "Change",
     "Error",
@@ -19,6 +21,7 @@ __all__ = [
     "TrainStep",
     "TunedLoader",
     "VerificationError",
+    "find_batch_size",
     "find_lr",
     "optimize",
     "tune_loader",

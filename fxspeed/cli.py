@@ -21,6 +21,7 @@ from torch import nn
 from fxspeed.errors import Error
 from fxspeed.optimize import optimize
 from fxspeed.result import Optimized
+from fxspeed.train.batch import by_name, default_loss
 
 _EXAMPLES = """\
 examples:
@@ -270,20 +271,8 @@ def parse_input(text: str) -> tuple[str, torch.Tensor]:
 
 
 def _train_step(result: Optimized, args: tuple, kwargs: dict[str, Any], note: Console) -> None:
-    from fxspeed.graph.structure import tensors_in
-
-    def loss(output: Any) -> torch.Tensor:
-        named = getattr(output, "loss", None)
-        if isinstance(named, torch.Tensor):
-            return named
-        return torch.stack([t.float().square().mean() for t in tensors_in(output) if t.is_floating_point()]).sum()
-
     result.module.train()
-    step = result.train_step(loss)
-    values = [step({**_named(result.module, args), **kwargs}) for _ in range(2)]
+    step = result.train_step(default_loss)
+    values = [step({**by_name(result.module, args), **kwargs}) for _ in range(2)]
     note.print(f"training step: loss {float(values[0]):.4g}, then {float(values[1]):.4g}")
     note.print("; ".join(f"{s.name} {s.value} ({s.why})" for s in step.settings))
-
-
-def _named(module: nn.Module, args: tuple) -> dict[str, Any]:
-    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False))

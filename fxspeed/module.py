@@ -246,3 +246,8 @@ def drop_in(module: nn.Module, program: Program) -> nn.Module:
     if not issubclass(kind, OptimizedMixin):
         module.__class__ = optimized_class(kind)
     return module
+
+
+def program_of(module: nn.Module) -> Program | None:
+    """The program that a module runs, if it is optimized."""
+    return vars(module).get("_fxspeed")

@@ -14,7 +14,7 @@ from fxspeed.errors import Error
 from fxspeed.example import device_of, real_inputs
 from fxspeed.graph.clone import plain_view
 from fxspeed.graph.state import preserved_rng
-from fxspeed.module import Program, drop_in
+from fxspeed.module import Program, drop_in, program_of
 from fxspeed.passes import Pass, resolve
 from fxspeed.passes.autocast import choose
 from fxspeed.passes.checkpoint import as_budget
@@ -82,12 +82,12 @@ def optimize(
         drop_in(module, program)
         _warm(module, args, kwargs)
         pipeline.facts.seconds = time.perf_counter() - began
-    return Optimized(module, pipeline)
+    return Optimized(module, pipeline, (args, kwargs))
 
 
 def _warm(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Have the programs inside of what stayed Python capture the example's calls, in a run of a copy."""
-    if not any("_fxspeed" in vars(m) for m in module.modules() if m is not module):
+    if not any(program_of(m) for m in module.modules() if m is not module):
         return
     shared = {id(v): v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)}
     before = [(v, v.detach().clone()) for v in shared.values()]  # graphs name these tensors: no copies
@@ -98,7 +98,7 @@ def _warm(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if not torch.equal(value, kept):
                 value.copy_(kept)
     for path, each in copied.named_modules():
-        if path and (program := vars(each).get("_fxspeed")) is not None:
+        if path and (program := program_of(each)) is not None:
             drop_in(module.get_submodule(path), program.detached())
 
 

@@ -12,8 +12,10 @@ from torch import fx, nn
 from fxspeed.emit.diff import unified
 from fxspeed.emit.source import render
 from fxspeed.errors import Error
+from fxspeed.example import real_inputs
 from fxspeed.graph.regions import bind
-from fxspeed.module import Program
+from fxspeed.graph.structure import map_tensors, tensors_in
+from fxspeed.module import Program, program_of
 from fxspeed.passes.base import Change, Skip
 
 
@@ -24,9 +26,22 @@ class Optimized:
         module: drop-in module of the user's class.
     """
 
-    def __init__(self, module: nn.Module, pipeline: Any):
+    def __init__(self, module: nn.Module, pipeline: Any, example: tuple[tuple, dict[str, Any]] = ((), {})):
         self.module = module
         self._pipeline = pipeline
+        self._example = map_tensors(example, lambda t: t.detach().to("meta"), torch.Tensor)
+
+    @property
+    def example(self) -> tuple[tuple, dict[str, Any]]:
+        """Inputs `(args, kwargs)` of the shapes that `optimize` was given, drawn anew: floats normal, integers 0.
+
+        Raises:
+            Error: it was given none.
+        """
+        if not tensors_in(self._example):
+            raise Error("optimize() was given no example inputs; give inputs here")
+        args, kwargs = self._example
+        return real_inputs(args, kwargs, self.module, None)
 
     @property
     def program(self) -> Program:
@@ -35,7 +50,7 @@ class Optimized:
     def programs(self) -> Iterator[tuple[str, Program]]:
         """The programs of the model and of modules inside those that stayed Python, with their paths."""
         for path, module in self.module.named_modules():
-            if (program := vars(module).get("_fxspeed")) is not None:
+            if (program := program_of(module)) is not None:
                 yield path, program
 
     def _records(self) -> Iterator[Change | Skip]:

@@ -27,12 +27,12 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxspeed.cost.memory import largest, step_timeline
+from fxspeed.cost.memory import largest, resident_bytes, step_timeline
 from fxspeed.cost.segments import Estimate, Segment, StepModel
 from fxspeed.errors import BudgetError
 from fxspeed.graph.keep import Results, can_keep, keep, keeping
 from fxspeed.graph.ops import is_random, module_of, name_of
-from fxspeed.graph.regions import Region, bytes_of, extract, free_name
+from fxspeed.graph.regions import Region, extract, free_name
 from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured, Change, Pass, Skip
 
@@ -128,7 +128,7 @@ class Checkpoint(Pass):
         root = captured.root
         plain = captured.options.get("plain_timeline") or step_timeline(trace, root, plain=True)
         captured.options["plain_timeline"] = plain
-        base = 0 if isinstance(budget, float) else _resident_bytes(root)
+        base = 0 if isinstance(budget, float) else resident_bytes(root)
         limit = budget * plain.peak if isinstance(budget, float) else parse_bytes(budget) - base
         limit *= 1 - self.room
         if plain.peak <= limit or budget == 1.0:
@@ -396,12 +396,6 @@ def parse_bytes(budget: int | str) -> int:
         return int(float(digits) * units[text[len(digits) :].strip()])
     except (ValueError, KeyError):
         raise BudgetError(f'memory budget {budget!r} is no size; write a share like 0.5, bytes, or "6GiB"') from None
-
-
-def _resident_bytes(root: nn.Module) -> int:
-    """Parameters, their gradients and buffers: what a byte budget holds beside the step's own tensors."""
-    parameters = {id(p): p for p in root.parameters()}.values()
-    return sum(bytes_of(p) * (2 if p.requires_grad else 1) for p in parameters) + sum(map(bytes_of, root.buffers()))
 
 
 def _refusal(budget: Any, timeline: Any, plain: int, base: int, trace: Trace) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxspeed.cost.measure import measured_peak
 from fxspeed.graph.structure import tensors_in
 
 
@@ -17,15 +17,7 @@ def step_peak(model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = Non
     def step() -> None:
         torch.stack([t.sum() for t in tensors_in(model(*args, **(kwargs or {}))) if t.requires_grad]).sum().backward()
 
-    gc.collect()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    now = peak = 0
-    events = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for _, size in sorted(events, key=lambda e: e[0]):
-        now += size
-        peak = max(peak, now)
-    return peak
+    return measured_peak(step, torch.device("cpu"))

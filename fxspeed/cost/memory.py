@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,21 +111,25 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timeline:
+def step_timeline(
+    trace: Trace, root: nn.Module, plain: bool = False, inputs: Sequence[torch.Tensor] | None = None
+) -> Timeline:
     """The memory of one forward and backward of a captured graph, gradients of parameters allocated before.
 
     Args:
-        trace: a training graph; sizes as in the call it was captured from.
+        trace: a training graph.
         root: the module it runs on. Not touched.
         plain: run regions as the plain nodes they hold.
+        inputs: tensors in the order of the graph's inputs; default those of the call it was captured from.
     """
     with preserved_rng(), contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())  # the same in every run, and never too little
         mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
         clone = FakeClone(root, mode).module
-        inputs = [mode.from_tensor(t.value.detach(), static_shapes=True) for t in trace.spec.tensors]
-        for fake, leaf in zip(inputs, trace.spec.tensors, strict=True):
-            fake.requires_grad_(leaf.value.requires_grad)
+        real = inputs if inputs is not None else [t.value for t in trace.spec.tensors]
+        fakes = [mode.from_tensor(t.detach(), static_shapes=True) for t in real]
+        for fake, tensor in zip(fakes, real, strict=True):
+            fake.requires_grad_(tensor.requires_grad)
         module = bind(trace.graph, trace.constants, clone, "plain" if plain else "simulate")
         stack.enter_context(mode)
         for parameter in clone.parameters():
@@ -133,10 +137,10 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
                 parameter.grad = torch.zeros_like(parameter)
         watch = _Watch()
         gradients = [p.grad for p in clone.parameters() if p.grad is not None]
-        watch.known_before([*clone.parameters(), *clone.buffers(), *inputs, *gradients])
+        watch.known_before([*clone.parameters(), *clone.buffers(), *fakes, *gradients])
         stack.enter_context(watch)
         stack.enter_context(torch.enable_grad())
-        output = module.forward(*inputs)
+        output = module.forward(*fakes)
         loss = [t.sum() for t in tensors_in(output) if t.requires_grad]
         held = watch.live
         if loss:
@@ -146,6 +150,12 @@ def step_timeline(trace: Trace, root: nn.Module, plain: bool = False) -> Timelin
             del loss, output
             total.backward()
         return Timeline(tuple(watch.events), max(watch.events), held, watch.flops)
+
+
+def resident_bytes(root: nn.Module) -> int:
+    """Parameters, their gradients and buffers: what a step holds beside its own tensors."""
+    parameters = {id(p): p for p in root.parameters()}.values()
+    return sum(bytes_of(p) * (2 if p.requires_grad else 1) for p in parameters) + sum(map(bytes_of, root.buffers()))
 
 
 def largest(trace: Trace, count: int = 10) -> list[tuple[int, str, str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxspeed.errors import Error
-from fxspeed.graph.structure import map_tensors
+from fxspeed.graph.structure import map_tensors, tensors_in
 
 
 def split(batch: Any) -> tuple[Any, tuple]:
@@ -32,3 +34,16 @@ def to_device(tree: Any, device: torch.device) -> Any:
     """Tensors of `tree` on `device`; copies from pinned memory do not make the host wait."""
     move = lambda t: t if t.device == device else t.to(device, non_blocking=True)
     return map_tensors(tree, move, torch.Tensor)
+
+
+def default_loss(output: Any, *targets: Any) -> torch.Tensor:
+    """The output's `loss` if it has one, else the mean square of all floating-point tensors in it."""
+    named = getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    return torch.stack([t.float().square().mean() for t in tensors_in(output) if t.is_floating_point()]).sum()
+
+
+def by_name(module: nn.Module, args: tuple) -> dict[str, Any]:
+    """Positional arguments of a module's forward as keywords."""
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False))

@@ -11,11 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from fxspeed.graph.state import preserved_rng
+from fxspeed.module import program_of
 
 if TYPE_CHECKING:
     from fxspeed.train.step import TrainStep
 
-_OWN = ("schedule", "total_steps", "steps", "_seen", "_weight", "_first", "_pending")
+_OWN = ("schedule", "total_steps", "steps", "_seen", "_weight", "_first", "_pending", "_looked")
 
 
 @contextlib.contextmanager
@@ -31,10 +32,12 @@ def no_trace(step: TrainStep) -> Iterator[None]:
     groups = [(g, {k: copy.copy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
     moments = {p: _kept(state) for p, state in optimizer.state.items()}
     others = [(s, copy.deepcopy(s.state_dict())) for s in (step.schedule, step.scaler, step.average) if s is not None]
+    programs = [(p, p.entries, list(p.entries), p.eager, p.misses) for m in module.modules() if (p := program_of(m))]
     own = {name: getattr(step, name) for name in _OWN}
     with preserved_rng():
         try:
             step.schedule = step.total_steps = None
+            step._looked = True  # what is said of debug APIs is for the user's own steps
             step.restart()
             yield
         finally:
@@ -54,6 +57,9 @@ def no_trace(step: TrainStep) -> Iterator[None]:
                 group.update(values)
             for each, state in others:
                 each.load_state_dict(state)
+            for program, entries, before, eager, misses in programs:
+                entries[:] = before
+                program.entries, program.eager, program.misses = entries, eager, misses
             for name, value in own.items():
                 setattr(step, name, value)
             for m, flag in flags:
