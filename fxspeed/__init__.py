@@ -1,5 +1,6 @@
 """fxspeed: rewrites a PyTorch model's training graph to be faster and smaller, and checks every rewrite."""
 
+from fxspeed.audit import Audit, Finding, audit
 from fxspeed.errors import BudgetError, Error, VerificationError
 from fxspeed.optimize import optimize
 from fxspeed.passes.base import Change, Pass, Skip
@@ -10,10 +11,12 @@ from fxspeed.train.lr_finder import RangeTest, find_lr
 from fxspeed.train.step import TrainStep
 
 __all__ = [
+    "Audit",
     "BatchSize",
     "BudgetError",
     "Change",
     "Error",
+    "Finding",
     "Optimized",
     "Pass",
     "RangeTest",
@@ -21,6 +24,7 @@ __all__ = [
     "TrainStep",
     "TunedLoader",
     "VerificationError",
+    "audit",
     "find_batch_size",
     "find_lr",
     "optimize",

@@ -35,8 +35,9 @@ class Entry:
     switches: bool = False
     run: Any = None
 
-    def attach(self, root: nn.Module) -> None:
-        self.bound = bind(self.trace.graph, self.trace.constants, root)
+    def attach(self, root: nn.Module, regions: str = "run") -> None:
+        """Bind to `root`; `regions` as `graph.regions.bind` takes it."""
+        self.bound = bind(self.trace.graph, self.trace.constants, root, regions)
         self.run = self.bound.forward
         self.switches = any(n.target in runtime.SIDE_EFFECTS for n in self.trace.graph.nodes if n.op == "call_function")
         self.state = []

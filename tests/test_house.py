@@ -12,6 +12,7 @@ PACKAGE = Path(fxspeed.__file__).parent
 ORDER = [
     "errors",
     "graph",
+    "accelerator",
     "cost",
     "passes",
     "example",
@@ -24,6 +25,7 @@ ORDER = [
     "optimize",
     "dynamo",
     "train",
+    "audit",
     "cli",
 ]
 LATER = {"result": {"train"}}  # imported inside a function: result.train_step makes the step

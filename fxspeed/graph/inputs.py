@@ -25,6 +25,8 @@ from fxspeed.errors import Untraceable
 #: Values that are part of what a graph was captured for: another value is another capture.
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, enum.Enum)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: The file name of the code of guards.
+GUARD = "<fxspeed guard>"
 #: A dimension that may change: by name, by index, or of one tensor by the tensor's number and an index.
 Dim = str | int | tuple[int, int]
 
@@ -121,7 +123,7 @@ class InputSpec:
 def compile_guard(source: str, constants: list[Any]) -> Callable[[tuple, dict], tuple | None]:
     """The guard function of a source that `InputSpec.guard` wrote."""
     namespace: dict[str, Any] = {"c": constants, "plain": _PLAIN, "torch": torch, "math": math}
-    exec(source, namespace)
+    exec(compile(source, GUARD, "exec"), namespace)
     return namespace["guard"]
 
 

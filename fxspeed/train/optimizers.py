@@ -75,7 +75,17 @@ def build(
             return make(groups, **arguments, fused=True), "fused: one kernel a step, no host read"
         except (RuntimeError, ValueError):
             why = "foreach: no fused kernel for these parameters"
-    return make(groups, **arguments), why
+    made = make(groups, **arguments)
+    if parameters[0].device.type == "cuda" and not {"capturable", "differentiable"} & set(options):
+        count_on_device(made)
+    return made, why
+
+
+def count_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Keep step counts on the device where the class can (torch calls it capturable): nothing of them is read."""
+    for group in optimizer.param_groups:
+        if "capturable" in group and not group.get("fused"):
+            group["capturable"] = True
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:

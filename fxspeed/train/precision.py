@@ -71,6 +71,23 @@ class Scaler:
             getattr(self, name).copy_(state[name])
 
 
+class Flag:
+    """A flag on the device that the host asks for later: the copy is begun now, beside the work that follows."""
+
+    def __init__(self, flag: torch.Tensor):
+        cuda = torch.cuda.is_available()
+        self.host = torch.empty((), dtype=flag.dtype, pin_memory=cuda)
+        self.host.copy_(flag, non_blocking=True)
+        self.arrived = torch.cuda.Event() if cuda else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def __bool__(self) -> bool:
+        if self.arrived is not None:
+            self.arrived.synchronize()  # for the work before the copy, not for what was launched since
+        return bool(self.host)
+
+
 def _tensors(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> dict[tuple, torch.Tensor]:
     """The parameters and the optimizer's state of them."""
     found: dict[tuple, torch.Tensor] = {(i,): p for i, p in enumerate(parameters)}

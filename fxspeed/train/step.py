@@ -20,7 +20,7 @@ from fxspeed.train.averaging import Average
 from fxspeed.train.batch import to_device
 from fxspeed.train.debug import debug_apis
 from fxspeed.train.distributed import Parallel, wrap
-from fxspeed.train.precision import Scaler
+from fxspeed.train.precision import Flag, Scaler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,7 @@ class TrainStep:
         self.accumulate, self.clip_norm, self.total_steps = accumulate, clip_norm, total_steps
         self.parallel = wrap(result, distributed, self.device)
         self.model: nn.Module = self.parallel.model
+        self.given = isinstance(optimizer, torch.optim.Optimizer)
         self.optimizer, why = optimizers.build(optimizer, self.module, lr, weight_decay, optimizer_options, decay_norms)
         self.settings: list[Setting] = [Setting("optimizer", type(self.optimizer).__name__, why)]
         self.schedule = schedules.build(schedule, self.optimizer, lr, total_steps)
@@ -111,7 +112,7 @@ class TrainStep:
         if self.device.type == "cuda":
             self.settings.append(Setting("cudnn.benchmark", True, "inside steps whose shapes are those of the last"))
         self.steps = 0
-        self._pending: torch.Tensor | None = None
+        self._pending: Flag | None = None
         self._shapes: tuple = ()
         self._looked = False
         self.restart()
@@ -267,12 +268,12 @@ class TrainStep:
             if self.scaler is None:
                 self._schedule_step()
             else:  # whether the step counted is known on the device: asked at the next step, when the answer is there
-                self._pending = self.scaler.found.clone()
+                self._pending = Flag(self.scaler.found)
 
     def _advance(self) -> None:
         """Advance the schedule for the step before, if it counted."""
         if self._pending is not None:
-            counted = not bool(self._pending)
+            counted = not self._pending
             self._pending = None
             if counted:
                 self._schedule_step()

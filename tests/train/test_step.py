@@ -12,7 +12,6 @@ from torch import nn
 
 import fxspeed
 from fxspeed.train.precision import Scaler
-from tests.reads import CountReads
 
 
 class Net(nn.Module):
@@ -155,21 +154,6 @@ def test_resuming_equals_not_stopping(accumulate):
         step2(*b)
     same(whole.module, second.module, 0)
     assert step.optimizer.param_groups[0]["lr"] == step2.optimizer.param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_no_host_read(name, clip, precision):
-    result = fxspeed.optimize(Net(), torch.randn(4, 6), precision=precision)
-    step = result.train_step(F.cross_entropy, name, clip_norm=clip, accumulate=2)
-    batches = [(x.float(), y) for x, y in data(4)]
-    for b in batches:
-        step(*b)
-    with CountReads() as mode:
-        for b in batches:
-            step(*b)
-    assert mode.count == 0
 
 
 @pytest.mark.parametrize("name", ["adamw", "rmsprop"])
