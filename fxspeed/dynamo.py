@@ -28,7 +28,6 @@ from fxspeed.passes.checkpoint import as_budget
 from fxspeed.pipeline import Pipeline
 
 _OPTIONS = {"passes": None, "memory_budget": None, "precision": "fp32", "verify": True}
-_EDITING = ("drop_bias", "insert_norm")
 _log = logging.getLogger("fxspeed.dynamo")
 
 
@@ -76,7 +75,7 @@ def _rewritten(graph: fx.GraphModule, inputs: list[Any], chosen: dict[str, Any])
     module = _Sized(graph, numbers)
     module.train(torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs))
     mode = "train" if module.training else "eval"
-    passes = tuple(p for p in resolve(chosen["passes"] or DEFAULT) if p.name not in _EDITING)
+    passes = tuple(p for p in resolve(chosen["passes"] or DEFAULT) if not p.edits_module)
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
     asked = {"memory_budget": as_budget(chosen["memory_budget"]), "precision": chosen["precision"], "device": device}
     with preserved_rng(), torch._guards.tracing(None):

@@ -22,6 +22,7 @@ from fxspeed.graph.trace import Trace, is_leaf, trace
 from fxspeed.module import Entry, OptimizedMixin, Program, drop_in
 from fxspeed.passes import Captured, Change, Edit, Pass, Skip
 from fxspeed.passes.fuse_pointwise import FusedRegion
+from fxspeed.passes.insert_norm import bare_convolutions
 from fxspeed.records import Facts
 
 
@@ -63,7 +64,7 @@ class Pipeline:
                         "its bias is gone; call optimize() with inputs of this kind, or leave drop_bias out"
                     )
         before = dict(captured.traces)
-        passes = tuple(p for p in self.passes if p.name != "drop_bias")
+        passes = tuple(p for p in self.passes if not p.edits_module)
         captured, records, _ = self.rewrite(captured, passes)
         self.facts.add(records)
         return [Entry(rewritten, before[mode]) for mode, rewritten in captured.traces.items()]
@@ -81,7 +82,7 @@ class Pipeline:
 
         Parameters of theirs are left as they are: the module around them may read them.
         """
-        passes = tuple(p for p in self.passes if p.name != "drop_bias")
+        passes = tuple(p for p in self.passes if not p.edits_module)
         options = dict(self.options)
         if not isinstance(options["memory_budget"], float):
             options["memory_budget"] = None  # bytes speak of the whole, which no graph shows
@@ -106,12 +107,12 @@ class Pipeline:
         """Run the passes, verify, roll back what differs. Returns also the passes that were rolled back."""
         start = captured
         records, broken = [*self._leaves(start), *self._specialized(start)], []
-        current, said = self._run(start, passes)
+        current, said = self.run(start, passes)
         if self.verify and any(isinstance(r, Change) for r in said):
             if problem := self._compiled_regions(current):  # no need to look for the culprit
                 name = "fuse_pointwise"
                 passes = tuple(p for p in passes if p.name != name)
-                current, said = self._run(start, passes)
+                current, said = self.run(start, passes)
                 said.append(Skip(name, "the whole model", "rolled back", f"verification: {problem}"))
                 broken.append(name)
             if self.verify == "full" or self._problem(start, current):
@@ -120,7 +121,8 @@ class Pipeline:
                 broken += more
         return current, [*records, *said], broken
 
-    def _run(self, captured: Captured, passes: tuple[Pass, ...]) -> tuple[Captured, list[Change | Skip]]:
+    def run(self, captured: Captured, passes: tuple[Pass, ...]) -> tuple[Captured, list[Change | Skip]]:
+        """Run the passes, unverified."""
         records: list[Change | Skip] = []
         for one in passes:
             attempt = captured.copy()
@@ -143,7 +145,7 @@ class Pipeline:
         broken: list[str] = []
         current = start
         for one in passes:
-            attempt, said = self._run(current, (one,))
+            attempt, said = self.run(current, (one,))
             if not any(isinstance(r, Change) for r in said):
                 records += said
                 continue
@@ -232,9 +234,19 @@ def _rewrite_now(pipeline: Pipeline, module: nn.Module, args: tuple, kwargs: dic
                 facts.broken.append("capture")
                 return [], {}, f"the captured graph differs from the model: {problem}"
     before = {mode: render(t.graph, t.constants, module) for mode, t in captured.traces.items()}
+    records: list[Change | Skip] = []
+    if wanted := tuple(p for p in pipeline.passes if p.changes_function):
+        changed, records = pipeline.run(captured, wanted)
+        for edit in changed.edits:
+            edit.apply(module)
+        pipeline.edits += changed.edits
+        captured = pipeline.capture(module, args, kwargs, modes)
+    elif bare := bare_convolutions(captured):
+        why = f"opt-in, since it changes the function: no norm stands between an activation and {', '.join(bare)}"
+        records = [Skip("insert_norm", "the whole model", "insert BatchNorm", why)]
     plain = dict(captured.traces)
-    captured, records, broken = pipeline.rewrite(captured, pipeline.passes)
-    facts.add(records)
+    captured, said, broken = pipeline.rewrite(captured, tuple(p for p in pipeline.passes if not p.changes_function))
+    facts.add([*records, *said])
     facts.broken += broken
     facts.timelines = {
         k: captured.options[f"{k}_timeline"] for k in ("plain", "planned") if f"{k}_timeline" in captured.options

@@ -131,7 +131,7 @@ class Optimized:
     def original_state_dict(self) -> dict[str, torch.Tensor]:
         """A state dict that the user's class loads strictly and that gives it the same outputs."""
         state = {k: v.detach() for k, v in self.module.state_dict().items()}
-        for edit in self._pipeline.edits:
+        for edit in reversed(self._pipeline.edits):
             edit.restore(state)
         return _in_order(state, self.module)
 

@@ -19,6 +19,7 @@ from fxspeed.passes.base import Captured, Change, Edit, Pass, Skip
 from fxspeed.passes.checkpoint import Checkpoint
 from fxspeed.passes.drop_bias import DropBias
 from fxspeed.passes.fuse_pointwise import FusePointwise
+from fxspeed.passes.insert_norm import InsertNorm
 from fxspeed.passes.remove_syncs import RemoveSyncs
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "DropBias",
     "Edit",
     "FusePointwise",
+    "InsertNorm",
     "Pass",
     "RemoveSyncs",
     "Skip",
@@ -40,13 +42,13 @@ __all__ = [
 
 #: The default pipeline, in order.
 DEFAULT = ("drop_bias", "remove_syncs", "fuse_pointwise", "checkpoint", "autocast")
-_PLANNED = ("native_ops", "insert_norm")
+_PLANNED = ("native_ops",)
 
 
 def registry() -> dict[str, type[Pass]]:
     """Name -> class of every pass known here, those of other packages included."""
     known: dict[str, type[Pass]] = {
-        cls.name: cls for cls in (DropBias, RemoveSyncs, FusePointwise, Checkpoint, Autocast)
+        cls.name: cls for cls in (InsertNorm, DropBias, RemoveSyncs, FusePointwise, Checkpoint, Autocast)
     }
     for point in importlib.metadata.entry_points(group="fxspeed.passes"):
         cls = point.load()

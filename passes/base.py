@@ -92,6 +92,10 @@ class Pass(abc.ABC):
     """Base of all passes. Fields are options, settable from the command line as `name{option=value}`."""
 
     name: ClassVar[str]
+    #: Whether it asks for edits of the module's own parameters or children: such passes run once, at the first capture.
+    edits_module: ClassVar[bool] = False
+    #: Whether it is meant to change what the model computes: it runs first, and what follows is checked against it.
+    changes_function: ClassVar[bool] = False
 
     @abc.abstractmethod
     def run(self, captured: Captured) -> list[Change | Skip]:

@@ -40,6 +40,7 @@ class DropBias(Pass):
     """Drop biases before BatchNorm and InstanceNorm. No options."""
 
     name: ClassVar[str] = "drop_bias"
+    edits_module: ClassVar[bool] = True
 
     def run(self, captured: Captured) -> list[Change | Skip]:
         records: list[Change | Skip] = []

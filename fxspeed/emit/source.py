@@ -245,7 +245,8 @@ def path(target: str, root: nn.Module) -> str:
 
 
 def attribute(target: str) -> str:
-    return "self." + re.sub(r"\.(\d+)", r"[\1]", target)
+    """`layer1.0.weight` as `self.layer1[0].weight`."""
+    return "self" + re.sub(r"\.(\d+)\b", r"[\1]", f".{target}")
 
 
 def describe(value: Any, sizes: dict[str, str] | None = None) -> str:
