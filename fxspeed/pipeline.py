@@ -186,7 +186,9 @@ class Pipeline:
         return list(found.values())
 
     def _specialized(self, captured: Captured) -> list[Skip]:
-        words = dict.fromkeys(w for one in captured.traces.values() for w in one.specialized)
+        traces = captured.traces.values()
+        words = dict.fromkeys(w for one in traces for w in one.specialized)
+        words |= dict.fromkeys(f"the graph is one for {w}" for one in traces for w in one.ties)
         return [
             Skip("capture", "inputs", "keep the size dynamic", f"{w}; other sizes are captured anew") for w in words
         ]

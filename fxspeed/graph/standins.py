@@ -1,10 +1,11 @@
-"""Stand-ins for Python's `len`, `float` and `int` while a model is traced, and the ways to put them in place."""
+"""Stand-ins for Python's `len`, `float`, `int` and `math.sqrt` while a model is traced, and the ways to put them in place."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +41,15 @@ def named(space: dict[str, Any], name: str, value: Any) -> Iterator[None]:
 def traced_len(value: Any) -> Any:
     """`len` that keeps the size of a tensor symbolic."""
     return value.shape[0] if isinstance(value, FakeTensor) and value.dim() else builtins.len(value)
+
+
+def _of_sizes(function: Callable, symbolic: Callable) -> Callable:
+    """A function of `math` that keeps symbolic numbers symbolic."""
+    return lambda x: symbolic(x) if isinstance(x, (torch.SymInt, torch.SymFloat)) else function(x)
+
+
+#: Functions of `math` that models apply to sizes, by name: what to call in their place while a model is traced.
+MATH = {"sqrt": _of_sizes(math.sqrt, torch.sym_sqrt), "log2": _of_sizes(math.log2, torch._sym_log2)}
 
 
 @contextlib.contextmanager

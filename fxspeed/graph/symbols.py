@@ -49,6 +49,14 @@ class _Analysis(PythonReferenceAnalysis):
     def round_to_int(a: Any, dtype: Any = None) -> Any:
         return _call(round, a)
 
+    @staticmethod
+    def sqrt(a: Any) -> Any:
+        return _call(math.sqrt, a)
+
+    @staticmethod
+    def log2(a: Any) -> Any:
+        return _call(math.log2, a)
+
 
 def _call(function: Any, value: Any) -> Any:
     return (

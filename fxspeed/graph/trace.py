@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import operator
 import os
 import sys
@@ -38,7 +39,7 @@ from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.inputs import CONSTANTS, Dim, InputSpec, compile_guard, describe
 from fxspeed.graph.pickling import pack, unpack
 from fxspeed.graph.probe import Fact, Probe
-from fxspeed.graph.standins import NUMBER_TYPES, NUMBERS, grouped_mm_of_any_dtype, named, replaced, traced_len
+from fxspeed.graph.standins import MATH, NUMBER_TYPES, NUMBERS, grouped_mm_of_any_dtype, named, replaced, traced_len
 from fxspeed.graph.state import own_state, preserved_rng, random_state, restore, same_random_state, set_random_state
 from fxspeed.graph.symbols import SYMS, Symbols
 
@@ -121,6 +122,7 @@ class Trace:
         training: whether the root was in training mode.
         autocast: the ambient autocast state it was captured under (see `runtime.ambient`).
         specialized: sizes named in `dynamic` that turned out to be fixed, in words.
+        ties: equations that sizes named in `dynamic` must fulfil, in words.
     """
 
     graph: fx.Graph
@@ -134,6 +136,7 @@ class Trace:
     ambient: tuple
     specialized: tuple[str, ...]
     fake_mode: FakeTensorMode | None
+    ties: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self), graph=pack(self.graph))
@@ -193,6 +196,12 @@ def trace(model: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic: tuple[
         found = traced  # int() of a size fixes it: see whether the size can stay symbolic
         for space in tracer.spaces():
             spaces.setdefault(id(space), set()).update(NUMBERS)
+
+
+def _seems_always(relation: sympy.Basic) -> bool:
+    """Whether sizes of all kinds fulfil an equation, which sympy cannot see."""
+    symbols = sorted(relation.free_symbols, key=str)
+    return all(relation.subs({s: n + 7 * i for i, s in enumerate(symbols)}) == sympy.true for n in range(2, 26))
 
 
 class _NeedsNumber(BaseException):
@@ -273,7 +282,7 @@ class _Tracer:
         for node in reversed(list(self.graph.nodes)):  # sizes and items that nobody used
             if not node.users and node.op != "placeholder" and not is_kept(node):
                 self.graph.erase_node(node)
-        guard, source, specialized = self._guard()
+        guard, source, specialized, ties = self._guard()
         return Trace(
             self.graph,
             self.spec,
@@ -286,6 +295,7 @@ class _Tracer:
             ambient,
             specialized,
             self.fake_mode,
+            ties,
         )
 
     def _input(self, leaf) -> torch.Tensor:
@@ -321,11 +331,20 @@ class _Tracer:
             if expr in (sympy.true, True) or not expr.free_symbols <= symbols:
                 continue
             relations.append(expr)
+        names = self._names_of_sizes()
+        tied = (r for r in dict.fromkeys(relations) if isinstance(r, sympy.Eq) and not _seems_always(r))
+        ties = tuple(" == ".join(str(side.subs(names)) for side in r.args) for r in tied)
         for symbol in sorted(symbols, key=str):
             bounds = self.shape_env.var_to_range[symbol]
             relations.append(symbol >= max(int(bounds.lower), 2))  # sizes 0 and 1 broadcast: they are never symbolic
         guard, source = self.spec.guard(shapes, dict.fromkeys(relations), self.reads_requires_grad)
-        return guard, source, tuple(fixed)
+        return guard, source, tuple(fixed), ties
+
+    def _names_of_sizes(self) -> dict[sympy.Symbol, sympy.Symbol]:
+        """What a symbol is called in words: the dimension of the input that it is the size of."""
+        return {
+            symbol: sympy.Symbol(f"{node.name}.shape[{dim}]") for symbol, (node, dim) in self.symbols.origins.items()
+        }
 
     # ------------------------------------------------------------------ modules
     @contextlib.contextmanager
@@ -409,6 +428,8 @@ class _Tracer:
             patch(torch.autocast, "__enter__", autocast_enter)
             patch(torch.autocast, "__exit__", autocast_exit)
             patch(torch, "is_grad_enabled", grad_enabled)
+            for name, function in MATH.items():
+                patch(math, name, function)
             stack.enter_context(grouped_mm_of_any_dtype())
             for space in self.spaces():
                 stack.enter_context(named(space, "len", traced_len))

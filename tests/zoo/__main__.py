@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tests.zoo import language, others, vision
-from tests.zoo.check import Example, Row, check
+from tests.zoo.check import Example, Row, Unfit, check
 
 SOURCES: dict[str, Callable[[], Iterator[tuple[str, Example]]]] = {
     "timm": vision.timm_models,
@@ -53,6 +53,8 @@ def run(name: str, example: Example, sizes: bool = False) -> Row:
         return check(name, example, sizes)
     except _TooLong:
         return Row(name, "skipped", f"takes more than {PATIENCE} s here")
+    except Unfit as error:
+        return Row(name, "skipped", str(error))
     except Exception as error:
         return Row(name, "error", f"{type(error).__name__}: {str(error)[:200]}")
     finally:

@@ -119,7 +119,7 @@ def _differences(want: _Run, got: _Run) -> Iterator[tuple[str, float]]:
     if any((w is None) != (g is None) for w, g in pairs):
         yield "presence of a gradient", float("inf")
         return
-    present = [(w, g) for w, g in pairs if w is not None and g is not None]
+    present = [(w, g) for w, g in pairs if w is not None and g is not None and w.numel()]
     scale = max((float(w.abs().max()) for w, _ in present), default=0.0) + 1e-12
     yield "gradient", max((float((w - g).abs().max()) for w, g in present), default=0.0) / scale
     yield "buffer", _off([want.buffers[n] for n in got.buffers], list(got.buffers.values()), 1e-3)  # means may be zero
@@ -137,7 +137,11 @@ def _eval(model: nn.Module, module: nn.Module, args: tuple, kwargs: dict[str, An
                 continue
             return _off(want, _run(module, other, others))
     with torch.no_grad():
-        return _off(_run(model, args, kwargs), _run(module, args, kwargs))
+        try:
+            want = _run(model, args, kwargs)
+        except Exception as error:
+            raise Unfit(f"does not run in eval mode: {type(error).__name__}: {str(error)[:80]}") from error
+        return _off(want, _run(module, args, kwargs))
 
 
 def _longer(t: torch.Tensor) -> torch.Tensor:
