@@ -1,4 +1,4 @@
-"""Stand-ins for Python's `len`, `float`, `int` and `math.sqrt` while a model is traced, and the ways to put them in place."""
+"""Stand-ins for Python's `len`, `float`, `int`, `math.sqrt` while a model is traced, and how they are put in place."""
 
 from __future__ import annotations
 
