@@ -193,7 +193,7 @@ def _uncompiled(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         accelerator.put(t for t in vars(owner).values() if isinstance(t, torch.Tensor))
     try:
         for root, program, entries in programs:
-            plain = [Entry(e.trace, e.before) for e in entries]
+            plain = [Entry(e.trace, e.before, e.retired) for e in entries]
             for entry in plain:
                 entry.attach(root, "simulate")
                 accelerator.put(_constants(entry.trace.constants))

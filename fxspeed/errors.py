@@ -15,5 +15,9 @@ class VerificationError(Error):
     """A rewritten model differs from the model before it."""
 
 
+class Differs(Error):
+    """A module that stayed Python returned something else than when the graph around it was captured."""
+
+
 class Untraceable(Error):
     """Code that cannot become graph nodes. Caught by capture: the module that holds it stays as it was written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from fxspeed.errors import Untraceable
+from fxspeed.errors import Differs, Untraceable
 from fxspeed.graph import runtime
 from fxspeed.graph.clone import HOOKS, is_users
-from fxspeed.graph.regions import Region, bind
+from fxspeed.graph.regions import Region, bind, model_nodes
+from fxspeed.graph.state import Moment
 from fxspeed.graph.trace import Trace, is_leaf
 from fxspeed.records import Facts
 
@@ -26,20 +28,27 @@ CACHE_LIMIT = 8
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """A rewritten graph of a program and, once it has run, its binding to the module."""
+    """A rewritten graph of a program and, once it has run, its binding to the module.
+
+    `retired` says why it runs no more: a module in it that stayed Python did something new.
+    """
 
     trace: Trace
     before: Trace | None = None
+    retired: str = ""
     bound: fx.GraphModule | None = None
     state: list[tuple] = dataclasses.field(default_factory=list)
     switches: bool = False
     run: Any = None
+    unsure: bool = False
 
     def attach(self, root: nn.Module, regions: str = "run") -> None:
         """Bind to `root`; `regions` as `graph.regions.bind` takes it."""
         self.bound = bind(self.trace.graph, self.trace.constants, root, regions)
         self.run = self.bound.forward
-        self.switches = any(n.target in runtime.SIDE_EFFECTS for n in self.trace.graph.nodes if n.op == "call_function")
+        nodes = list(model_nodes(self.trace.graph, self.trace.constants))
+        self.unsure = any(n.target in runtime.EXPECTATIONS for n in nodes)
+        self.switches = any(n.target in runtime.SIDE_EFFECTS for n in nodes)
         self.state = []
         for path, flag in self.trace.flags.items():
             module = root.get_submodule(path)
@@ -51,6 +60,17 @@ class Entry:
     def hooked(self) -> bool:
         """Whether an opened module has got hooks since the capture."""
         return any(is_users(hook) for *_, hooks in self.state for found in hooks for hook in found.values())
+
+    def moment(self, root: nn.Module, inputs: tuple) -> Moment:
+        """What a run may change, as it is now."""
+        nodes = list(model_nodes(self.trace.graph, self.trace.constants))
+        called = {root.get_submodule(str(n.target)): n for n in nodes if n.op == "call_module"}
+        python = [m for each, n in called.items() if n.meta.get("opaque") for m in each.modules()]
+        tensors = [b for m in called for b in m.buffers()]
+        if any(n.meta.get("writes") for n in nodes if n.op != "call_module"):
+            read = [operator.attrgetter(str(n.target))(root) for n in nodes if n.op == "get_attr"]
+            tensors += [t for t in (*read, *inputs) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
+        return Moment(python, {id(t): t for t in tensors}.values())
 
     def holds(self) -> bool:
         """Whether the opened modules are still those of the capture: same flags, no new hooks, none replaced."""
@@ -92,7 +112,7 @@ class Program:
         ambient = runtime.ambient()
         for entry in self.entries:
             inputs = entry.trace.guard(args, kwargs)
-            if inputs is None or entry.trace.ambient != ambient:
+            if inputs is None or entry.trace.ambient != ambient or entry.retired:
                 continue
             if entry.bound is None:
                 entry.attach(module)
@@ -100,6 +120,8 @@ class Program:
                 if entry.hooked():
                     return original(module, *args, **kwargs)  # hooks on modules that graphs look into
                 continue
+            if entry.unsure:
+                return self._try(entry, inputs, module, original, args, kwargs)
             if entry.switches:
                 with runtime.unwinding():
                     return entry.run(*inputs)
@@ -125,8 +147,22 @@ class Program:
                         entry.attach(module)
                         inputs = entry.trace.guard(args, kwargs)
                         if inputs is not None:
-                            with runtime.unwinding():
-                                return entry.run(*inputs)
+                            return self._try(entry, inputs, module, original, args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def _try(
+        self, entry: Entry, inputs: tuple, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run `entry`; where a module that stayed Python does something new, all is as before, and runs as written."""
+        before = entry.moment(module, inputs) if entry.unsure else None
+        try:
+            with runtime.unwinding():
+                return entry.run(*inputs)
+        except Differs as error:
+            if before is None or not before.rewind():
+                raise
+            entry.retired = self.eager = str(error).partition(";")[0]
+            warnings.warn(f"fxspeed: {type(module).__name__} runs as it was written: {entry.retired}", stacklevel=4)
         return original(module, *args, **kwargs)
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -137,7 +173,7 @@ class Program:
 
     def detached(self) -> Program:
         """The same graphs, bound to no module yet."""
-        made = Program([Entry(e.trace, e.before) for e in self.entries], self.rewrite)
+        made = Program([Entry(e.trace, e.before, e.retired) for e in self.entries], self.rewrite)
         made.eager, made.misses = self.eager, self.misses
         return made
 
@@ -146,7 +182,8 @@ class Program:
         memo[id(self)] = made
         made.eager, made.misses = self.eager, self.misses
         made.entries = [
-            Entry(dataclasses.replace(e.trace, constants=_copied(e.trace.constants)), e.before) for e in self.entries
+            Entry(dataclasses.replace(e.trace, constants=_copied(e.trace.constants)), e.before, e.retired)
+            for e in self.entries
         ]
         return made
 

@@ -59,8 +59,8 @@ class Optimized:
             whole = [
                 r for r in found if isinstance(r, Skip) and r.pass_name == "capture" and r.what == "open the module"
             ]
-            if program.eager and not whole:
-                found.append(Skip("capture", "the whole model", "run the graphs", program.eager))
+            reasons = [e.retired for e in program.entries if e.retired] + [program.eager] * (not whole)
+            found += [Skip("capture", "the whole model", "run the graphs", r) for r in dict.fromkeys(reasons) if r]
             for record in found:
                 yield dataclasses.replace(record, target=inside(path, record.target)) if path else record
 

@@ -162,3 +162,76 @@ def test_compiled_by_the_user():
     x = torch.randn(3, 4)
     compiled = torch.compile(result.module, backend="eager")
     close(model(x), compiled(x), 1e-6)
+
+
+class Gate(nn.Module):
+    """What it returns beside the tensor depends on values; it counts its calls and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += x.detach().mean()
+        positive = bool(x.mean() > 0)
+        return x * torch.rand(()), positive, x.abs() if positive else None
+
+
+class Gated(nn.Module):
+    """Batch statistics before the gate, and a branch on what the gate returns behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.gate, self.head = nn.BatchNorm1d(4), Gate(), nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x):
+        self.total += x.detach().sum(0)
+        y, positive, more = self.gate(self.head(self.bn(x)))
+        return y + more if positive else y - 1
+
+
+@pytest.mark.filterwarnings("ignore:fxspeed")
+def test_a_module_that_stays_python_may_return_another_structure():
+    torch.manual_seed(0)
+    model = Gated()
+    with torch.no_grad():
+        model.head.bias.fill_(3.0)
+    result = fxspeed.optimize(model, torch.randn(6, 4))
+    (trained,) = (e for e in result.program.entries if e.trace.training)
+    module = result.module
+    for bias, retired in ((3.0, False), (-3.0, True), (3.0, True)):
+        for each in (model, module):
+            with torch.no_grad():
+                each.head.bias.fill_(bias)
+        x = torch.randn(6, 4)
+        found = [(run(m, (x,)), torch.get_rng_state(), *m.buffers()) for m in (model, module)]
+        close(*found, 1e-6)
+        assert (module.gate.calls, module.gate.seen) == (model.gate.calls, model.gate.seen)
+        assert bool(trained.retired) is retired
+    (why,) = (skip.why for skip in result.skipped if skip.what == "run the graphs")
+    assert why.endswith("returned (Tensor, False, None) where the captured graph expects (Tensor, True, Tensor)")
+
+
+def test_numbers_that_a_module_computes_from_values_are_not_frozen():
+    class Scale(nn.Module):
+        def forward(self, x):
+            return x, float(x.detach().abs().max())
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.scale = nn.Linear(4, 4), Scale()
+
+        def forward(self, x):
+            y, most = self.scale(self.first(x))
+            return y / most
+
+    model = Scaled()
+    result = fxspeed.optimize(model, torch.randn(3, 4))
+    for n in (3, 5):
+        x = torch.randn(n, 4)
+        assert torch.equal(result.module(x), model(x))
+    assert not any(e.retired for e in result.program.entries)

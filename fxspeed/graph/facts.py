@@ -24,7 +24,7 @@ class _Propagate(fx.Interpreter):
         self.constants, self.root = constants, root
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.meta.get("opaque") or n.target is runtime.expect_shape:
+        if n.meta.get("opaque") or n.target in runtime.EXPECTATIONS:
             return n.meta["val"]  # known from a real run
         value = super().run_node(n)
         if n.op not in ("output", "placeholder"):

@@ -134,7 +134,8 @@ def describe(forward: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Input
         Untraceable: an input that is neither a plain tensor, a Python value nor a plain container of these.
     """
     spec = InputSpec()
-    spec.checks.append(f"len(args) == {len(args)} and kwargs.keys() == {spec.const(frozenset(kwargs))}")
+    named = f"kwargs.keys() == {spec.const(frozenset(kwargs))}" if kwargs else "not kwargs"
+    spec.checks.append(f"len(args) == {len(args)} and {named}")
     try:
         names = list(inspect.signature(forward).bind_partial(*args).arguments)
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@ from torch import nn
 from fxspeed.errors import Untraceable
 from fxspeed.graph.clone import plain_copy, without_hooks
 from fxspeed.graph.inputs import Dim, describe
-from fxspeed.graph.structure import map_objects, replace_tensors
+from fxspeed.graph.structure import map_objects, replace_tensors, text_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Probe:
         first, second = (run.get((path, call)) for run in self.runs)
         if first is None:
             raise Untraceable(f"{path} was not reached in a real run")
+        if second is not None and (now := text_of(first)) != (then := text_of(second)):
+            raise Untraceable(f"{path} returns {now}, and for another batch size {then}")
         again: list[torch.Tensor] = []
         map_objects(second, again.append, torch.Tensor)
         left = iter(again)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
+from torch.fx import graph_module
 
 from fxspeed.graph.pickling import pack, unpack
 from fxspeed.graph.trace import Trace
@@ -63,12 +65,37 @@ def bind(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, regions: s
             value = body if regions == "plain" else (value.bind if regions == "run" else value.simulate)(root, body)
         module.__dict__[name] = value
     module.graph = graph
+    _look_up_directly(module, root)
     taken = set(dir(module)) - set(dir(nn.Module)) - constants.keys()
     for kind in ("_parameters", "_buffers", "_modules"):
         own = module.__dict__[kind] = root.__dict__[kind]  # the same dictionaries: assignments to root are seen here
         for name in taken.intersection(own):  # a user's child may be called `graph` or `code`: here too, then
             setattr(type(module), name, property(partial(_entry, kind, name)))
     return module
+
+
+def _look_up_directly(module: fx.GraphModule, root: nn.Module) -> None:
+    """Make `module.forward` read children from their parents' `_modules`, as live as `getattr` and 0.4 us faster each.
+
+    The code that fx writes goes through `nn.Module.__getattr__` for every step of every path in every call.
+    """
+    paths = {str(n.target) for n in module.graph.nodes if n.op in ("call_module", "get_attr")}
+    direct: dict[str, str] = {}
+    for path in paths:
+        written, fast, at = "self", "self", root
+        for name in path.split("."):
+            known = vars(at).get("_modules")
+            if type(known) is not dict or name not in known or hasattr(type(at), name):
+                break
+            written = f"{written}.{name}" if name.isidentifier() else f'getattr({written}, "{name}")'
+            fast, at = f"{fast}._modules[{name!r}]", known[name]
+            direct[written] = fast
+    if not direct:
+        return
+    longest = "|".join(re.escape(written) for written in sorted(direct, key=len, reverse=True))
+    forward = type(module).forward
+    source = re.sub(rf"(?<== )(?:{longest})(?![\w\"])", lambda match: direct[match[0]], module.code)
+    type(module).forward = graph_module._forward_from_src(source, forward.__globals__)
 
 
 def _entry(kind: str, name: str, module: nn.Module) -> Any:
@@ -175,25 +202,22 @@ def hint(size: Any) -> int:
     return int(size)
 
 
-def modules_in(graph: fx.Graph, constants: Iterable[str], root: nn.Module) -> dict[str, nn.Module]:
-    """Path -> module for the user's modules that a graph calls."""
-    own = set(constants)
-    return {
-        str(n.target): root.get_submodule(str(n.target))
-        for n in graph.nodes
-        if n.op == "call_module" and n.target not in own
-    }
+def model_nodes(graph: fx.Graph, constants: dict[str, Any]) -> Iterator[fx.Node]:
+    """The nodes of a graph and of its regions, but those that stand for one of `constants`."""
+    for node in graph.nodes:
+        known = constants.get(str(node.target)) if node.op in ("call_module", "get_attr") else None
+        if isinstance(known, Region):
+            yield from model_nodes(known.graph, known.constants)
+        elif known is None:
+            yield node
 
 
 def used_parameters(graph: fx.Graph, constants: dict[str, Any], root: nn.Module) -> set[int]:
     """The `id` of each parameter that a graph and its regions read."""
     found: set[int] = set()
-    for node in graph.nodes:
-        known = constants.get(str(node.target)) if node.op in ("call_module", "get_attr") else None
-        if isinstance(known, Region):
-            found |= used_parameters(known.graph, known.constants, root)
-        elif node.op == "call_module":
+    for node in model_nodes(graph, constants):
+        if node.op == "call_module":
             found |= {id(p) for p in root.get_submodule(str(node.target)).parameters()}
-        elif node.op == "get_attr" and known is None:
+        elif node.op == "get_attr":
             found.add(id(operator.attrgetter(str(node.target))(root)))
     return found

@@ -11,17 +11,28 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxspeed.errors import Error
+from fxspeed.errors import Differs
+from fxspeed.graph.structure import text_of
 
 
 def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`tensor`, the result of a module that capture could not open, if it has the shape the graph was made for."""
     if tensor.shape != shape:
-        raise Error(
+        raise Differs(
             f"a module that was left as it is returned shape {tuple(tensor.shape)} where the captured graph expects "
-            f"{tuple(shape)}; call optimize() with inputs like these, or leave the module around it out"
+            f"{tuple(shape)}; call the optimized module itself, which then runs as it was written"
         )
     return tensor
+
+
+def expect_like(value: Any, outline: str) -> Any:
+    """`value`, the nested result of a module that capture could not open, if it is but for its tensors what it was."""
+    if (found := text_of(value)) != outline:
+        raise Differs(
+            f"a module that was left as it is returned {found} where the captured graph expects {outline}; call the "
+            "optimized module itself, which then runs as it was written"
+        )
+    return value
 
 
 def require(value: Any, wanted: bool, error: str, message: str) -> None:
@@ -109,9 +120,14 @@ SIDE_EFFECTS = MODE_SWITCHES | {
     enter_autocast,
     exit_autocast,
     expect_shape,
+    expect_like,
     require,
     torch._assert,
 }
+
+
+#: What a graph checks of the modules in it that stayed Python.
+EXPECTATIONS = {expect_shape, expect_like}
 
 
 def ambient() -> tuple:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -73,6 +74,34 @@ def restore(module: nn.Module, state: dict[str, Any]) -> None:
         elif isinstance(same.value, set):
             same.value.clear()
             same.value.update(same.copy)
+
+
+class Moment:
+    """What a call may change, as it is now: attributes of `modules`, `tensors`, all random numbers."""
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]):
+        self.attributes = [(m, own_state(m)) for m in modules]
+        self.tensors = [(t, t.grad_fn, t.detach().clone()) for t in tensors]
+        self.random = random_state()
+        self.generators = [(torch.get_rng_state, torch.set_rng_state, torch.get_rng_state())]
+        for device in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
+            get, put = (partial(f, device=device) for f in (torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+            self.generators.append((get, put, get()))
+
+    def rewind(self) -> bool:
+        """Make everything as it was. False, and nothing done, where autograd has recorded a write into a tensor."""
+        if any(t.grad_fn is not grad_fn for t, grad_fn, _ in self.tensors):
+            return False
+        for module, state in self.attributes:
+            restore(module, state)
+        with torch.no_grad():
+            for tensor, _, value in self.tensors:
+                if not torch.equal(tensor, value):  # batch_norm writes without a new version
+                    tensor.copy_(value)
+        set_random_state(self.random)
+        for _, put, state in self.generators:
+            put(state)
+        return True
 
 
 def random_state() -> tuple:

@@ -91,6 +91,21 @@ def outline(tree: Any) -> Any:
     return tree if isinstance(tree, CONSTANTS) else id(tree)
 
 
+def text_of(value: Any) -> str:
+    """A nested value as text, with the word Tensor for each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return "Tensor"
+    if type(value) is list:
+        return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, tuple):
+        return f"{'' if type(value) is tuple else type(value).__name__}({', '.join(map(text_of, value))})"
+    parts = value if isinstance(value, dict) else attributes_of(value)
+    if parts is None:
+        return repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
+    name = "" if type(value) is dict else type(value).__name__
+    return f"{name}{{{', '.join(f'{k!r}: {text_of(v)}' for k, v in parts.items())}}}"
+
+
 class Build:
     """Makes an instance of a plain class with given attributes, as `copy.copy` does. The target of a node."""
 

@@ -571,6 +571,9 @@ class _Tracer:
         leaf = Leaf(path, type(module).__name__, _reason(error), _source_of(error) or node.meta["source"])
         if leaf not in self.leaves:
             self.leaves.append(leaf)
+        if not isinstance(output, torch.Tensor):
+            node = self.graph.create_node("call_function", runtime.expect_like, (node, structure.text_of(output)), {})
+            self._facts(node, output, len(self.saved), [])
         return self._results(node, output, [], checked=True)
 
     def _from_probe(self, outputs, node):
