@@ -255,16 +255,75 @@ _MODELS: list[tuple[str, dict[str, Any], Callable]] = [
 ]  # fmt: skip
 
 
+#: Options of which each language model below takes those that its config has.
+_COMMON = dict(
+    _GQA, head_dim=16, n_layer=2, n_embd=64, n_head=4, n_layers=2, d_model=64, n_heads=4, moe_intermediate_size=32,
+    num_experts=4, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_group=1, topk_group=1, first_k_dense_replace=1,
+    shared_expert_intermediate_size=32, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=32, linear_num_value_heads=2,
+    linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
+#: All of transformers' causal language models, beside those above, that run with these.
+_CAUSAL = """
+AfmoeForCausalLM
+Apertus1p5TextForCausalLM
+AriaTextForCausalLM
+BeamForCausalLM
+BertGenerationDecoder
+Cohere2MoeForCausalLM
+CpmAntForCausalLM
+DeepseekV4ForCausalLM
+DoryForCausalLM
+Emu3ForCausalLM
+ExaoneMoeForCausalLM
+FlintForCausalLM
+GPTNeoXJapaneseForCausalLM
+Gemma4UnifiedForCausalLM
+Glm4MoeForCausalLM
+GraniteMoeSWAForCausalLM
+GraniteMoeSharedForCausalLM
+GraniteSWAForCausalLM
+HYV3ForCausalLM
+HYV4ForCausalLM
+HrmTextForCausalLM
+HunYuanMoEV1ForCausalLM
+HyperCLOVAXForCausalLM
+Inkling2ForCausalLM
+Inkling2LoopForCausalLM
+InklingForCausalLM
+Jais2ForCausalLM
+Kolibri1ForCausalLM
+LagunaForCausalLM
+LaraMiniForCausalLM
+MarianForCausalLM
+MellumForCausalLM
+MiMoV2FlashForCausalLM
+MiniMaxForCausalLM
+MiniMaxM2ForCausalLM
+MiniMaxM3VLForCausalLM
+Ministral3ForCausalLM
+MllamaForCausalLM
+ModernBertDecoderForCausalLM
+MoshiForCausalLM
+NemotronHForCausalLM
+OlmoHybridForCausalLM
+SolarOpenForCausalLM
+TrOCRForCausalLM
+""".split()
+
+
 def transformers_models() -> Iterator[tuple[str, tuple]]:
     """Name, maker, inputs of each."""
     import_torchvision()  # transformers imports it where it is installed
     import transformers
 
     transformers.logging.set_verbosity_error()
-    for name, options, inputs in _MODELS:
+    for name, options, inputs in [*_MODELS, *((name, None, _text()) for name in _CAUSAL)]:
 
-        def make(name: str = name, options: dict[str, Any] = options) -> nn.Module:
+        def make(name: str = name, options: dict[str, Any] | None = options) -> nn.Module:
             cls = getattr(transformers, name)
+            if options is None:
+                options = {k: v for k, v in _COMMON.items() if k in cls.config_class().to_dict()}
             return cls(cls.config_class(**options))
 
         yield name, (make, inputs)
