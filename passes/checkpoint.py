@@ -17,21 +17,19 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; torc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from fxspeed.cost.memory import largest, resident_bytes, step_timeline
 from fxspeed.cost.segments import Estimate, Segment, StepModel
 from fxspeed.errors import BudgetError
-from fxspeed.graph.keep import Results, can_keep, keep, keeping
+from fxspeed.graph.keep import can_keep, keep
 from fxspeed.graph.ops import is_random, module_of, name_of
+from fxspeed.graph.recompute import recomputed
 from fxspeed.graph.regions import Region, extract, free_name
 from fxspeed.graph.trace import Trace
 from fxspeed.passes.base import Captured, Change, Pass, Skip
@@ -48,30 +46,7 @@ class CheckpointRegion(Region):
     decorator: ClassVar[str] = "recomputed_in_backward"
 
     def bind(self, root: nn.Module, body: Callable) -> Callable:
-        owners = [(root.get_submodule(b.rpartition(".")[0]), b.rpartition(".")[2]) for b in self.buffers]
-
-        def contexts() -> tuple[Any, Any]:
-            return contextlib.nullcontext(), _StatisticsApart(owners)
-
-        def run(*inputs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return body(*inputs)
-            results = Results()
-
-            def again(*inputs: Any) -> Any:
-                with keeping(results):
-                    return body(*inputs)
-
-            return checkpoint(
-                again if self.keeps else body,
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=self.random,
-                context_fn=contexts,
-                determinism_check="none",
-            )
-
-        return run
+        return recomputed(body, root, self.buffers, self.random, self.keeps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +55,6 @@ class Plan:
 
     segments: tuple[Segment, ...]
     kept: frozenset[int] = frozenset()
-
-
-class _StatisticsApart:
-    """While it is entered, writes into these buffers go to copies, which are thrown away. Can be entered again."""
-
-    def __init__(self, owners: list[tuple[nn.Module, str]]):
-        self.owners = owners
-        self.real: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self.real = [module._buffers[name] for module, name in self.owners]
-        for (module, name), buffer in zip(self.owners, self.real, strict=True):
-            module._buffers[name] = None if buffer is None else buffer.clone()
-
-    def __exit__(self, *exc: object) -> None:
-        for (module, name), buffer in zip(self.owners, self.real, strict=True):
-            module._buffers[name] = buffer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxspeed
-from fxspeed.graph.keep import Results, keeping, kept_addmm, kept_convolution, kept_linear
+from fxspeed.graph.recompute import Results, keeping, kept_addmm, kept_convolution, kept_linear
 from fxspeed.graph.regions import bind
 from fxspeed.graph.trace import trace
 from fxspeed.passes import Checkpoint
