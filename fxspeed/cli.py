@@ -85,9 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    for flag, value in (("--save", options.save), ("--html", options.html)):
-        if value:
-            raise Error(f"{flag} is not built yet; leave it out")
+    if options.html:
+        raise Error("--html is not built yet; leave it out")
     note = Console(stderr=True, highlight=False)
     stdout, sys.stdout = sys.stdout, sys.stderr  # what the user's file prints is not the diff
     try:
@@ -105,6 +104,8 @@ def _run(options: argparse.Namespace) -> int:
             )
             if options.train_step:
                 _train_step(result, args, kwargs, note)
+            if options.save:
+                result.save(options.save)
     finally:
         sys.stdout = stdout
     if options.json:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxspeed.emit.diff import unified
+from fxspeed.emit.package import write
 from fxspeed.emit.source import render
 from fxspeed.errors import Error
-from fxspeed.example import real_inputs
+from fxspeed.example import device_of, real_inputs
 from fxspeed.graph.regions import bind
 from fxspeed.graph.structure import map_tensors, tensors_in
 from fxspeed.module import Program, program_of
@@ -29,11 +32,12 @@ class Optimized:
     def __init__(self, module: nn.Module, pipeline: Any, example: tuple[tuple, dict[str, Any]] = ((), {})):
         self.module = module
         self._pipeline = pipeline
-        self._example = map_tensors(example, lambda t: t.detach().to("meta"), torch.Tensor)
+        self._step: Any = None
+        self._example = map_tensors(example, _remembered, torch.Tensor)
 
     @property
     def example(self) -> tuple[tuple, dict[str, Any]]:
-        """Inputs `(args, kwargs)` of the shapes that `optimize` was given, drawn anew: floats normal, integers 0.
+        """Inputs `(args, kwargs)` of the shapes `optimize` was given: floats drawn anew, few integers as they were.
 
         Raises:
             Error: it was given none.
@@ -41,7 +45,8 @@ class Optimized:
         if not tensors_in(self._example):
             raise Error("optimize() was given no example inputs; give inputs here")
         args, kwargs = self._example
-        return real_inputs(args, kwargs, self.module, None)
+        device = device_of(self.module)
+        return map_tensors(real_inputs(args, kwargs, self.module, None), lambda t: t.to(device), torch.Tensor)
 
     @property
     def program(self) -> Program:
@@ -153,13 +158,30 @@ class Optimized:
         """The training step; see `fxspeed.TrainStep`."""
         from fxspeed.train.step import TrainStep
 
-        return TrainStep(self, loss_fn, optimizer, **options)
+        self._step = TrainStep(self, loss_fn, optimizer, **options)
+        return self._step
 
-    def save(self, directory: str) -> NoReturn:
-        raise Error(
-            f"save({directory!r}) is not built yet; save weights with torch.save(result.original_state_dict()) and the "
-            "graph's text with result.source()"
-        )
+    def save(self, directory: str | os.PathLike[str], step: Any = None) -> None:
+        """Write a standalone package: the rewritten graphs and a training step as readable source that needs torch
+        alone, and the weights. `python -m <directory>` trains a few steps.
+
+        Args:
+            directory: new or empty; its last part is the package's name.
+            step: the `TrainStep` to write; left out, the last that `train_step` made, or else one with AdamW.
+
+        Raises:
+            Error: the directory holds something; a part of the model stayed Python or needs the user's code.
+        """
+        from fxspeed.train.step import TrainStep
+
+        entries = {"train" if e.trace.training else "eval": e for e in reversed(self.program.entries)}
+        if len(entries) < 2:
+            self._graph("train" not in entries)  # says why there is none
+        traces = {mode: entries[mode].trace for mode in ("train", "eval")}
+        if step is None:
+            step = self._step or TrainStep(self, None, distributed=None)  # type: ignore[arg-type]
+        notes = [f"{c.pass_name}: {c.target}: {c.what}" for c in self.changes] or ["Nothing was changed."]
+        write(directory, self.module, traces, self.example, notes, step.source)
 
     def __repr__(self) -> str:
         return f"Optimized({type(self.module).__name__}, {len(self.changes)} changes, {len(self.skipped)} skipped)"
@@ -185,3 +207,9 @@ def _in_order(state: dict[str, torch.Tensor], module: nn.Module) -> dict[str, to
             back.discard(bias)
     ordered.update((k, state[k]) for k in back)
     return ordered
+
+
+def _remembered(tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept of an example: its shape, and integers (tokens, labels) where they are few."""
+    known = not (tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.is_floating_point())
+    return tensor.detach().cpu().clone() if known and tensor.numel() <= 1 << 16 else tensor.detach().to("meta")

@@ -45,6 +45,11 @@ class CheckpointRegion(Region):
 
     decorator: ClassVar[str] = "recomputed_in_backward"
 
+    @property
+    def options(self) -> str:
+        named = {"buffers": self.buffers, "random": self.random, "keeps": self.keeps}
+        return f"({', '.join(f'{name}={value!r}' for name, value in named.items() if value)})"
+
     def bind(self, root: nn.Module, body: Callable) -> Callable:
         return recomputed(body, root, self.buffers, self.random, self.keeps)
 

@@ -65,6 +65,11 @@ def test_inputs_from_a_file(file, tmp_path, capsys):
     assert main([str(file), "--inputs", str(tmp_path / "bad.pt")]) == 2
 
 
+def test_a_package(file, tmp_path, capsys):
+    assert main([str(file), "--input", "2x3x8x8", "--save", str(tmp_path / "made" / "net")]) == 0
+    assert (tmp_path / "made" / "net" / "weights.pt").exists() and capsys.readouterr().out.startswith("---")
+
+
 def test_a_rolled_back_pass_is_exit_1(file, capsys, monkeypatch):
     from fxspeed import verify
 
@@ -86,7 +91,7 @@ def test_a_rolled_back_pass_is_exit_1(file, capsys, monkeypatch):
         (["{file}", "--input", "2x3x8x8", "--budget", "much"], "budget"),
         (["{file}", "--input", "2x3x8x8", "--budget", "0.0001"], "smallest peak"),
         (["{file}", "--input", "2x3x8x8", "--precision", "fp8"], "precision"),
-        (["{file}", "--input", "2x3x8x8", "--save", "x"], "not built"),
+        (["{file}", "--input", "2x3x8x8", "--save", "no-name"], "no name of a Python package"),
         (["{file}", "--no-such-flag"], "unrecognized"),
         ([], "required"),
     ],

@@ -28,15 +28,14 @@ def constructor(module: nn.Module) -> str | None:
         return None
     try:
         arguments = _arguments(module)
-        wanted = _settings(module)
-        if _settings(_made(cls, arguments)) != wanted:
+        if not _alike(_made(cls, arguments), module):
             return None
         for name, value in list(arguments.items()):  # as short as it can be said
             shorter = {k: v for k, v in arguments.items() if k != name}
             uniform = isinstance(value, tuple) and len(set(value)) == 1
             for fewer in (shorter, {**arguments, name: value[0]}) if uniform else (shorter,):
                 try:
-                    same = _settings(_made(cls, fewer)) == wanted
+                    same = _alike(_made(cls, fewer), module)
                 except (TypeError, ValueError, IndexError):
                     continue
                 if same:
@@ -110,13 +109,20 @@ def _has_bias(module: nn.Module) -> bool:
     return getattr(module, name, None) is not None
 
 
-def _settings(module: nn.Module) -> tuple:
-    """What two modules that differ in weights alone have in common."""
-    tensors = {name: (t.shape, t.dtype) for name, t in module.state_dict().items()}
-    plain = [{k: v for k, v in vars(m).items() if callable(v) or _is_plain(v)} for m in module.modules()]
-    for attributes in plain:
-        attributes.pop("training", None)
-    return [type(m) for m in module.modules()], tensors, plain
+def _alike(made: nn.Module, module: nn.Module) -> bool:
+    """Whether two modules differ in weights alone, and in what others have attached to the second."""
+    tensors = [{name: (t.shape, t.dtype) for name, t in m.state_dict().items()} for m in (made, module)]
+    pairs = list(zip(made.modules(), module.modules(), strict=False))
+    return (
+        tensors[0] == tensors[1]
+        and len(list(made.modules())) == len(list(module.modules()))
+        and all(type(a) is type(b) and _same_settings(vars(a), vars(b)) for a, b in pairs)
+    )
+
+
+def _same_settings(made: dict[str, Any], own: dict[str, Any]) -> bool:
+    compared = [k for k, v in made.items() if k != "training" and (callable(v) or _is_plain(v))]
+    return all(k in own and type(own[k]) is type(made[k]) and own[k] == made[k] for k in compared)
 
 
 def _is_plain(value: Any) -> bool:

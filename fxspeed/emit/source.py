@@ -37,6 +37,7 @@ _INFIX = {
     operator.lshift: "<<",
     operator.rshift: ">>",
 }
+_PREFIX = {operator.neg: "-", operator.invert: "~"}
 _INPLACE = {
     getattr(operator, f"i{n}"): s
     for n, s in (
@@ -80,8 +81,20 @@ _DTYPES = {
 }
 
 
-def render(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, name: str = "forward", note: str = "") -> str:
-    """The Python that `graph` runs: one function, behind it one for each region, shapes and modules as comments."""
+def render(
+    graph: fx.Graph,
+    constants: dict[str, Any],
+    root: nn.Module,
+    name: str = "forward",
+    note: str = "",
+    runnable: bool = False,
+) -> str:
+    """The Python that `graph` runs: one function, behind it one for each region, shapes and modules as comments.
+
+    Args:
+        runnable: write what a reader can do without: when values are let go, and how a region is recomputed.
+    """
+    dead = _last_uses(graph) if runnable else {}
     sizes: dict[str, str] = {}
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     lines = [f"def {name}({', '.join(['self', *(n.name for n in inputs)])}):" + (f"  # {note}" if note else "")]
@@ -91,20 +104,35 @@ def render(graph: fx.Graph, constants: dict[str, Any], root: nn.Module, name: st
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        text, comment, depth, at = _statement(node, root, constants, sizes, depth)
+        text, comment, depth, at = _statement(node, root, constants, sizes, depth, settings=not runnable)
         if text:
             lines.append("    " * at + text + (f"  # {comment}" if comment else ""))
             if text.endswith(":"):
                 depth = at + 1
+        if node in dead:
+            lines.append("    " * depth + f"del {', '.join(dead[node])}")
     parts = ["\n".join(lines) + "\n"]
     for key, value in constants.items():
         if isinstance(value, Region):
-            decorator = f"@{value.decorator}\n" if value.decorator else ""
-            parts.append(decorator + render(value.graph, value.constants, root, key, value.note))
+            decorator = f"@{value.decorator}{value.options if runnable else ''}\n" if value.decorator else ""
+            parts.append(decorator + render(value.graph, value.constants, root, key, value.note, runnable))
     return "\n".join(parts)
 
 
-def _statement(node: fx.Node, root, constants, sizes, depth) -> tuple[str, str, int, int]:
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
+    """Node -> the names that nothing reads after it."""
+    found: dict[fx.Node, list[str]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for each in (*node.all_input_nodes, node):
+            unnamed = each.op in ("get_attr", "output") or not (each.users or each.op == "placeholder")
+            if each not in seen and not unnamed and node.op != "output":
+                found.setdefault(node, []).append(each.name)
+            seen.add(each)
+    return found
+
+
+def _statement(node: fx.Node, root, constants, sizes, depth, settings: bool) -> tuple[str, str, int, int]:
     """Text and comment of a node, the depth behind it, and the depth it stands at."""
     if node.op == "output":
         return f"return {expression(node.args[0])}", "", depth, depth
@@ -120,7 +148,7 @@ def _statement(node: fx.Node, root, constants, sizes, depth) -> tuple[str, str, 
         return f"torch.set_grad_enabled({node.args[0]})", "", depth, depth
     value = _value(node, root, constants)
     comment = describe(node.meta.get("val"), sizes)
-    if node.op == "call_module" and node.target not in constants:
+    if settings and node.op == "call_module" and node.target not in constants:
         module = root.get_submodule(str(node.target))
         comment = f"{type(module).__name__}({module.extra_repr()})" + (f" -> {comment}" if comment else "")
     if node.target is operator.setitem:
@@ -153,8 +181,8 @@ def _value(node: fx.Node, root: nn.Module, constants: dict[str, Any]) -> str:
         return f"{expression(args[0])} {_INFIX[target]} {expression(args[1])}"
     if target is operator.getitem:
         return f"{expression(args[0])}[{_index(args[1])}]"
-    if target is operator.neg:
-        return f"-{expression(args[0])}"
+    if target in _PREFIX:
+        return f"{_PREFIX[target]}{expression(args[0])}"
     if target is getattr:
         return f"{expression(args[0])}.{args[1]}"
     if isinstance(target, runtime.FunctionApply):
@@ -171,9 +199,14 @@ def function_name(target: Any) -> str:
         return f"F.{name}"
     if getattr(torch, name, None) is target:
         return f"torch.{name}"
+    if module == "_operator":
+        return f"operator.{name}"
+    if module == "torch.return_types":
+        return f"{module}.{name}"
     for space in ("linalg", "special", "fft"):
-        if getattr(getattr(torch, space), name, None) is target:
-            return f"torch.{space}.{name}"
+        short = name.removeprefix(f"{space}_")
+        if getattr(getattr(torch, space), short, None) is target:
+            return f"torch.{space}.{short}"
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
     if module.startswith("torch._C._nn"):
@@ -199,7 +232,7 @@ def expression(value: Any) -> str:
         return f"slice({', '.join(expression(v) for v in (value.start, value.stop, value.step))})"
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     return repr(value)
 
@@ -246,7 +279,13 @@ def path(target: str, root: nn.Module) -> str:
 
 def attribute(target: str) -> str:
     """`layer1.0.weight` as `self.layer1[0].weight`."""
-    return "self" + re.sub(r"\.(\d+)\b", r"[\1]", f".{target}")
+    text = "self"
+    for name in target.split("."):
+        if name.isdigit():
+            text += f"[{name}]"
+        else:
+            text = f"{text}.{name}" if name.isidentifier() else f"getattr({text}, {name!r})"
+    return text
 
 
 def describe(value: Any, sizes: dict[str, str] | None = None) -> str:

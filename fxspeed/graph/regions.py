@@ -36,6 +36,11 @@ class Region(abc.ABC):
 
     decorator: ClassVar[str] = ""
 
+    @property
+    def options(self) -> str:
+        """What the decorator is called with, where it is called."""
+        return ""
+
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self), graph=pack(self.graph))
 

@@ -124,7 +124,7 @@ class Constant:
 
     def __init__(self, value: Any):
         self.value = value
-        self.__name__ = f"{type(value).__name__.lower()}_of_the_model"
+        self.__name__ = f"{type(value).__name__}_of_the_model"
         self.__module__ = __name__
 
     def __call__(self) -> Any:

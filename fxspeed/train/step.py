@@ -21,6 +21,7 @@ from fxspeed.train.batch import to_device
 from fxspeed.train.debug import debug_apis
 from fxspeed.train.distributed import Parallel, wrap
 from fxspeed.train.precision import Flag, Scaler
+from fxspeed.train.source import step_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,8 @@ class TrainStep:
         self.result, self.module, self.loss_fn = result, result.module, loss_fn
         self.device = device_of(self.module)
         self.accumulate, self.clip_norm, self.total_steps = accumulate, clip_norm, total_steps
+        self.lr, self.given_schedule = lr, schedule
+        self.seen_targets: list[tuple[torch.Size, torch.dtype]] | None = None
         self.parallel = wrap(result, distributed, self.device)
         self.model: nn.Module = self.parallel.model
         self.given = isinstance(optimizer, torch.optim.Optimizer)
@@ -155,6 +158,8 @@ class TrainStep:
         last = self._seen + 1 == self.accumulate
         if not self._looked:
             self._look()
+        if self.seen_targets is None:
+            self.seen_targets = [(t.shape, t.dtype) for t in targets if isinstance(t, torch.Tensor)]
         inputs, targets = to_device((inputs, targets), self.device)
         items = _items(inputs)
         with self._settings_of_torch(inputs), self.parallel.micro_batch(last):
@@ -314,7 +319,12 @@ class TrainStep:
 
     @property
     def source(self) -> str:
-        raise Error("step.source is not built yet; print(result.diff()) shows the rewritten graph")
+        """The step as Python that needs torch alone: a class `TrainStep(model)`, as `result.save` writes it.
+
+        Raises:
+            Error: it is spread over processes, or made of code of the user's that cannot be written.
+        """
+        return step_source(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training continues from: module, optimizer, schedule, scaler, counters, half-done gradients.
