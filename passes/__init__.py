@@ -20,6 +20,7 @@ from fxspeed.passes.checkpoint import Checkpoint
 from fxspeed.passes.drop_bias import DropBias
 from fxspeed.passes.fuse_pointwise import FusePointwise
 from fxspeed.passes.insert_norm import InsertNorm
+from fxspeed.passes.native_ops import NativeOps
 from fxspeed.passes.remove_syncs import RemoveSyncs
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Edit",
     "FusePointwise",
     "InsertNorm",
+    "NativeOps",
     "Pass",
     "RemoveSyncs",
     "Skip",
@@ -41,14 +43,13 @@ __all__ = [
 ]
 
 #: The default pipeline, in order.
-DEFAULT = ("drop_bias", "remove_syncs", "fuse_pointwise", "checkpoint", "autocast")
-_PLANNED = ("native_ops",)
+DEFAULT = ("drop_bias", "remove_syncs", "native_ops", "fuse_pointwise", "checkpoint", "autocast")
 
 
 def registry() -> dict[str, type[Pass]]:
     """Name -> class of every pass known here, those of other packages included."""
     known: dict[str, type[Pass]] = {
-        cls.name: cls for cls in (InsertNorm, DropBias, RemoveSyncs, FusePointwise, Checkpoint, Autocast)
+        cls.name: cls for cls in (InsertNorm, DropBias, RemoveSyncs, NativeOps, FusePointwise, Checkpoint, Autocast)
     }
     for point in importlib.metadata.entry_points(group="fxspeed.passes"):
         cls = point.load()
@@ -74,8 +75,6 @@ def parse(text: str) -> Pass:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\{(.*)\})?\s*", text)
     known = registry()
     name = match[1] if match else text
-    if name in _PLANNED:
-        raise Error(f"pass {name!r} is not built yet; leave it out (there are: {', '.join(known)})")
     if match is None or name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"

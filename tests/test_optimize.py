@@ -27,7 +27,6 @@ def net() -> nn.Module:
     ("options", "word"),
     [
         ({"passes": ["drop_bais"]}, "did you mean 'drop_bias'"),
-        ({"passes": ["native_ops"]}, "not built yet"),
         ({"passes": ["checkpoint{bugdet=1}"]}, "no option"),
         ({"precision": "int4"}, "precision"),
         ({"memory_budget": 0.0}, "share"),

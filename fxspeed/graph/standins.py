@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch._meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxspeed.graph.symbols import SYMS
 
@@ -67,6 +68,19 @@ def grouped_mm_of_any_dtype() -> Iterator[None]:
         return original(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)
 
     with replaced(torch._meta_registrations, name, meta):
+        yield
+
+
+@contextlib.contextmanager
+def convolutions_of_any_batch(shape_env: ShapeEnv) -> Iterator[None]:
+    """Keep the choice of a convolution's kernel, which looks at the batch size, from becoming a guard."""
+    original = torch._C._select_conv_backend
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        with shape_env.suppress_guards():
+            return original(*args, **kwargs)
+
+    with replaced(torch._C, "_select_conv_backend", select):
         yield
 
 

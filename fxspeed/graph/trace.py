@@ -39,7 +39,16 @@ from fxspeed.graph.clone import FakeClone
 from fxspeed.graph.inputs import CONSTANTS, Dim, InputSpec, compile_guard, describe
 from fxspeed.graph.pickling import pack, unpack
 from fxspeed.graph.probe import Fact, Probe
-from fxspeed.graph.standins import MATH, NUMBER_TYPES, NUMBERS, grouped_mm_of_any_dtype, named, replaced, traced_len
+from fxspeed.graph.standins import (
+    MATH,
+    NUMBER_TYPES,
+    NUMBERS,
+    convolutions_of_any_batch,
+    grouped_mm_of_any_dtype,
+    named,
+    replaced,
+    traced_len,
+)
 from fxspeed.graph.state import own_state, preserved_rng, random_state, restore, same_random_state, set_random_state
 from fxspeed.graph.symbols import SYMS, Symbols
 
@@ -431,6 +440,7 @@ class _Tracer:
             for name, function in MATH.items():
                 patch(math, name, function)
             stack.enter_context(grouped_mm_of_any_dtype())
+            stack.enter_context(convolutions_of_any_batch(self.shape_env))
             for space in self.spaces():
                 stack.enter_context(named(space, "len", traced_len))
                 for name in self.numbers.get(id(space), ()):

@@ -141,3 +141,13 @@ def test_a_static_dimension_is_captured_anew():
     x = torch.randn(3, 5, 4)
     close(model(x), result.module(x), 1e-6)
     assert result.module._fxspeed.misses == 1
+
+
+def test_convolutions_are_one_graph_for_all_batches():
+    """torch chooses another kernel for batches of 16 and more; the graph is the same."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.ConvTranspose2d(4, 2, 2), nn.Flatten())
+    result = fxspeed.optimize(model, torch.randn(4, 3, 8, 8))
+    for batch in (2, 15, 16, 40):
+        x = torch.randn(batch, 3, 8, 8)
+        close(model(x), result.module(x), 1e-6)
+    assert result.program.misses == 0
