@@ -19,10 +19,10 @@ import random
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tests.zoo import language, others, vision
-from tests.zoo.check import Example, Row, Unfit, check
+from tests.zoo.check import PASSES, Example, Row, Unfit, check
 
 SOURCES: dict[str, Callable[[], Iterator[tuple[str, Example]]]] = {
     "timm": vision.timm_models,
@@ -45,12 +45,12 @@ def _too_long(*_: object) -> None:
     raise _TooLong
 
 
-def run(name: str, example: Example, sizes: bool = False) -> Row:
+def run(name: str, example: Example, sizes: bool = False, passes: Sequence[str] = PASSES) -> Row:
     """The row of one model; an error of ours is a row too."""
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(PATIENCE)
     try:
-        return check(name, example, sizes)
+        return check(name, example, sizes, passes)
     except _TooLong:
         return Row(name, "skipped", f"takes more than {PATIENCE} s here")
     except Unfit as error:
@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--sizes", action="store_true", help="height and width dynamic, and another size compared")
+    parser.add_argument("--passes", default=",".join(PASSES))
     parser.add_argument("--json")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -126,7 +127,7 @@ def main() -> int:
             row = journal.rows.get(f"{source}/{name}")
             if row is None:
                 journal.begin(f"{source}/{name}")
-                row = run(f"{source}/{name}", example, options.sizes)
+                row = run(f"{source}/{name}", example, options.sizes, options.passes.split(","))
                 print(row, flush=True)
                 journal.add(row)
             rows.append(row)

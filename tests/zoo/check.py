@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -46,8 +46,11 @@ class Row:
         return f"{self.status:8}{self.name:52}{figures} {self.why}"
 
 
-def check(name: str, example: Example, sizes: bool = False) -> Row:
-    """Optimize one model (capture, drop_bias, remove_syncs) and compare it with itself.
+PASSES = ("drop_bias", "remove_syncs")
+
+
+def check(name: str, example: Example, sizes: bool = False, passes: Sequence[str] = PASSES) -> Row:
+    """Optimize one model and compare it with itself.
 
     Compared are outputs, gradients and buffers in train mode, and outputs in eval mode with another batch size (with
     `sizes` another height and width too, where the model takes them; they are captured as dynamic then).
@@ -66,9 +69,7 @@ def check(name: str, example: Example, sizes: bool = False) -> Row:
         return Row(name, "skipped", f"does not run in eager: {type(error).__name__}: {str(error)[:80]}")
     begin = time.perf_counter()
     dynamic = ("batch", "height", "width") if sizes else ("batch",)
-    result = fxspeed.optimize(
-        model, args, kwargs, passes=["drop_bias", "remove_syncs"], verify=False, precision="fp32", dynamic=dynamic
-    )
+    result = fxspeed.optimize(model, args, kwargs, passes=passes, verify=False, precision="fp32", dynamic=dynamic)
     seconds = time.perf_counter() - begin
     worst, where = 0.0, ""
     found = _train(result.module, args, kwargs)
